@@ -13,8 +13,8 @@ __version__ = "0.1.0"
 _names = names_in_stub(__file__)
 __all__ = sorted(name for names in _names.values() for name in names)
 
-# Everything loads when a name of it is first read: the core at once, for which JAX is imported, so that the
-# supervisor of a job does without; and each part that builds on `run` and the strategies by itself.
+# Names are imported on first access, so that a job's supervisor does without JAX: the core as a whole, and
+# each part that builds on `run` and the strategies by itself.
 __getattr__ = lazy_exports(
     globals(),
     _names,
@@ -24,7 +24,7 @@ __getattr__ = lazy_exports(
     ),
 )
 
-publish(vars(_errors), __all__, "distribute_jax")  # they show their names, whoever raises them
+publish(vars(_errors), __all__, "distribute_jax")  # their public names stand in every traceback
 
 
 def __dir__() -> list[str]:

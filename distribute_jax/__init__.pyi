@@ -1,4 +1,4 @@
-"""The public names: ``__init__.py`` loads each from where this file says, when it is first read."""
+"""The public names; ``__init__.py`` reads here from which part to import each on first access."""
 
 from distribute_jax import (
     callbacks as callbacks,

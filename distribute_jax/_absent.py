@@ -1,4 +1,4 @@
-"""Names and objects of TensorFlow, Keras, PyTorch, Flax or Lightning: what to type instead."""
+"""What to type instead of names and objects of TensorFlow, Keras, PyTorch, Flax and Lightning."""
 
 from __future__ import annotations
 
@@ -276,32 +276,32 @@ _KEYWORDS: dict[str, dict[str, str]] = {
 }
 
 
-def _by_name(table: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    """Returns what to type for each name, of a table that has it for several names, with spaces between."""
+def _expand(table: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """Expands keys with several names, separated by spaces, into one entry for each."""
     return {
         owner: dict(sorted((name, text) for names, text in of.items() for name in names.split()))
         for owner, of in table.items()
     }
 
 
-ABSENT = _by_name(_ABSENT)
-"""By the module or class that is asked."""
-KEYWORDS = _by_name(_KEYWORDS)
-"""By the function or class that gets them."""
+ABSENT = _expand(_ABSENT)
+"""By the module or class that lacks the name."""
+KEYWORDS = _expand(_KEYWORDS)
+"""By the function or class that lacks the keyword."""
 
 
 def missing(owner: str, subject: str, name: str, obj: Any = None) -> AttributeError:
-    """Returns the error for an attribute that is not there, with what to type where that is known."""
+    """Returns the AttributeError for a name, with what to type instead if that is known."""
     instead = ABSENT.get(owner, {}).get(name)
     text = f"{subject} has no attribute {name!r}" + (f". Instead: {instead}" if instead else "")
     return AttributeError(text, name=name, obj=obj)
 
 
 def answering(owner: str) -> Callable[[Any, str], Any]:
-    """Returns a ``__getattr__`` for a class."""
+    """Returns a ``__getattr__`` for a class, whose error says what to type instead."""
 
     def answer(self: Any, name: str) -> Any:
-        # Python also comes here for the AttributeError of a property that failed.
+        # Python also calls this after a property has raised an AttributeError.
         if hasattr(type(self), name):
             return object.__getattribute__(self, name)
         kind = type(self).__name__
@@ -318,7 +318,7 @@ def answering(owner: str) -> Callable[[Any, str], Any]:
 
 
 def is_ours(member: Any) -> bool:
-    """Returns whether a class or function is one of this library."""
+    """True for a class or function of this library."""
     return str(getattr(member, "__module__", "")).partition(".")[0] == __package__
 
 
@@ -347,33 +347,33 @@ _KINDS = {
     "Variable": "np.asarray(value)",
     "_Loss": "dj.losses",
 }
-"""By the name of a base class: what to type, or where a class of the same name may be."""
+"""By the name of a base class: what to type instead, or the module that may have the same class."""
 
 
 def framework_of(module: Any) -> str:
-    """Returns the framework of a module's name, if it cannot compute with JAX's arrays, or an empty str."""
+    """Returns the framework that a module belongs to; empty if it can compute with JAX's arrays."""
     framework = _FRAMEWORKS.get(str(module).partition(".")[0], "")
     computes_with_jax = framework == "Keras" and "keras.src.backend.jax" in sys.modules
     return "" if computes_with_jax else framework
 
 
 def is_foreign(value: Any) -> bool:
-    """Returns whether a value is of a framework that cannot compute with JAX's arrays."""
+    """True if the class of a value is from a framework that cannot compute with JAX's arrays."""
     return any(framework_of(cls.__module__) for cls in type(value).__mro__)
 
 
 def foreign(value: Any) -> str:
-    """Describes an object or class of another framework, with what to type; empty for any other value."""
+    """Describes an object or class of another framework, and what to type instead; empty for others."""
     kind = value if isinstance(value, type) else type(value)
     for cls in kind.__mro__:
         framework = _FRAMEWORKS.get(str(cls.__module__).partition(".")[0])
         if framework and cls.__name__ in _KINDS:
-            return f"{kind.__name__} of {framework} (instead: {_here(kind, _KINDS[cls.__name__])})"
+            return f"{kind.__name__} of {framework} (instead: {_equivalent(kind, _KINDS[cls.__name__])})"
     return ""
 
 
-def _here(kind: type, place: str) -> str:
-    """Returns what has the name of a class, or of a base of it, at a place."""
+def _equivalent(kind: type, place: str) -> str:
+    """Returns the class in module ``place`` with the name of a class or of a base; a hint as it is."""
     is_module = place.partition(".")[0] == "dj"
     module = import_module(place.replace("dj", str(__package__), 1)) if is_module else None
     for cls in kind.__mro__ if is_module else ():

@@ -1,7 +1,7 @@
-"""Whether arguments are what they must be: one check for each kind, with one text for its message.
+"""Checks of the arguments of public functions, with one message for each kind of fault.
 
-``checked`` reads the types of arguments from their annotations, and ``publish`` applies it to all that is
-public. A check is written by hand only where a range matters, or what an array holds.
+``checked`` reads the types of arguments from their annotations, and ``publish`` applies it to all public
+names. Only ranges, and what an array holds, are checked by hand.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def refuse(
     cause: Exception | None = None,
     error: type[ArgumentError] = ArgumentError,
 ) -> NoReturn:
-    """Raises the error for an argument that is not what it must be."""
+    """Raises the error for a bad argument: what it must be, and what it is."""
     raise error(f"{name} must be {wanted}; got {brief(value)}.") from cause
 
 
 def refusing(text: str) -> Callable[..., NoReturn]:
-    """Returns a method, such as ``__getitem__``, for what a class does not do."""
+    """Returns a method, such as ``__getitem__``, that a class does not support: it raises a TypeError."""
 
     def refuse(self: Any, *_: Any) -> NoReturn:
         raise ArgumentTypeError(text)
@@ -50,7 +50,7 @@ def refusing(text: str) -> Callable[..., NoReturn]:
 
 
 def takes(function: Any, *arguments: Any, **keywords: Any) -> bool:
-    """Returns whether a function can be called with these arguments, as far as is known."""
+    """True if a function can be called with these arguments, or has no signature that tells."""
     try:
         inspect.signature(function).bind(*arguments, **keywords)
     except TypeError:
@@ -61,7 +61,7 @@ def takes(function: Any, *arguments: Any, **keywords: Any) -> bool:
 
 
 def brief(value: Any) -> str:
-    """Describes an argument: its repr where that is short, else its type, never a whole model."""
+    """Returns the repr of an argument if it is short, otherwise its type."""
     if described := foreign(value):
         return described
     try:
@@ -77,7 +77,7 @@ def brief(value: Any) -> str:
 def converting(
     name: str, value: Any, wanted: str = "a number or an array of numbers"
 ) -> Iterator[None]:
-    """Refuses an argument that JAX, NumPy or Python cannot convert in this block."""
+    """Turns the errors of a block that converts an argument into an ``ArgumentError``."""
     try:
         yield
     except DistributeError:
@@ -87,7 +87,7 @@ def converting(
 
 
 def is_integer(value: Any) -> bool:
-    """Returns whether a value is an integer, of Python, NumPy or as an array without dims."""
+    """True for an integer of Python or NumPy, and for a 0-d integer array."""
     try:
         operator.index(value)
     except Exception:  # arrays with dims and tracers have errors of their own
@@ -96,14 +96,14 @@ def is_integer(value: Any) -> bool:
 
 
 def _is_scalar(value: Any, *dtypes: str) -> bool:
-    """Returns whether a value is a NumPy scalar, or an array without dims, of one of these dtypes."""
+    """True for a NumPy scalar or 0-d array whose dtype has a name that begins like this."""
     dtype = getattr(value, "dtype", "")
     name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
     return getattr(value, "ndim", 1) == 0 and name.startswith(dtypes)
 
 
 def is_real(value: Any) -> bool:
-    """Returns whether a value is a real number that a float can hold, or an array or tracer of one."""
+    """True for a real number that fits into a float, and for a 0-d array or tracer of one."""
     with suppress(OverflowError):
         if isinstance(value, (int, float)):
             return isinstance(float(value), float)
@@ -112,17 +112,17 @@ def is_real(value: Any) -> bool:
 
 
 def is_function(value: Any) -> bool:
-    """Returns whether a value can be called; variables have ``__call__`` for those that hold functions."""
+    """True for a callable that is not a variable: variables have ``__call__``, in case they hold one."""
     return callable(value) and not hasattr(type(value), "set_raw_value")
 
 
 def is_path(value: Any) -> bool:
-    """Returns whether a value is a path as text, or an object with one, that a file system can take."""
+    """True for a str or ``os.PathLike`` that a file system accepts."""
     return isinstance(value, (str, os.PathLike)) and "\0" not in os.fsdecode(value)
 
 
 def check_int(name: str, value: Any, at_least: int = 1, below: int | None = None) -> int:
-    """Returns an argument that must be an integer of at least so much; else an ``ArgumentError``."""
+    """Returns an integer argument, or raises unless ``at_least <= value < below``."""
     number = operator.index(value) if is_integer(value) else at_least - 1
     if isinstance(value, bool) or number < at_least or (below is not None and number >= below):
         limit = "" if below is None else f" and < {below}"
@@ -133,7 +133,7 @@ def check_int(name: str, value: Any, at_least: int = 1, below: int | None = None
 def check_number(
     name: str, value: Any, *, at_least: float | None = None, most: float | None = None
 ) -> None:
-    """Raises unless an argument is a finite number above 0, or from ``at_least`` on; up to ``most``."""
+    """Raises unless an argument is a finite number > 0, or >= ``at_least``, and <= ``most``."""
     number = float(value) if is_real(value) and not isinstance(value, bool) else math.nan
     is_high = number > 0 if at_least is None else number >= at_least
     if not is_high or number > (sys.float_info.max if most is None else most):
@@ -142,9 +142,9 @@ def check_number(
 
 
 def as_member(name: str, value: Any, kind: type[_E]) -> _E:
-    """Returns the member that an argument is, or names in any letter case; else an ``ArgumentError``."""
+    """Returns a member of an enum, which may be named in any case, or raises an ``ArgumentError``."""
     if isinstance(value, enum.Enum) and type(value).__name__.startswith(kind.__name__):
-        value = value.name  # or TensorFlow's member of this name, whose enum may end in V2
+        value = value.name  # TensorFlow's enum of this name, maybe with V2 at its end
     if isinstance(value, str) and value.upper() in kind.__members__:
         return kind[value.upper()]
     if not isinstance(value, kind):
@@ -154,48 +154,49 @@ def as_member(name: str, value: Any, kind: type[_E]) -> _E:
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raises an ``ArgumentError`` unless an argument is one of the choices, which are no arrays."""
+    """Raises an ``ArgumentError`` unless an argument is one of the choices."""
     if not is_choice(value, choices):
         refuse(name, f"one of {', '.join(map(repr, choices))}", value)
 
 
 def is_choice(value: Any, choices: Sequence[Any]) -> bool:
-    """Returns whether a value is one of some texts and numbers, as an array is not."""
+    """True if a value is among the choices; an array never is."""
     return isinstance(value, (str, int, float, NoneType)) and value in choices
 
 
 def checked(function: _F) -> _F:
-    """Returns a function that refuses arguments of another type than their annotations say.
+    """Wraps a function so that it refuses arguments whose types are not those of its annotations.
 
-    Where a call does not fit its signature, it says what to write. Errors show the user's lines only.
+    The TypeError of a call that does not fit the signature says what to write. Tracebacks show the user's
+    lines only.
     """
     inner = inspect.unwrap(function)
     if function in _checked or not inspect.isfunction(inner):
         return _checked.get(function, function)  # type: ignore[no-any-return]
     code, known = inner.__code__, []
     for place, name in enumerate(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]):
-        types = _types_in(inner.__annotations__.get(name), inner.__globals__["__name__"])
-        if types and inner.__qualname__ not in _WITH_HINTS:
-            quick = (*types, *map(_OF_MOST.get, types))
-            known.append((place if place < code.co_argcount else 1 << 16, name, types, quick))
+        types = _checkable_types(inner.__annotations__.get(name), inner.__globals__["__name__"])
+        if types and inner.__qualname__ not in _CHECK_THEMSELVES:
+            exact = (*types, *map(_COMMON_TYPE.get, types))  # compared first, since that is quick
+            known.append((place if place < code.co_argcount else 1 << 16, name, types, exact))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         depth = _frames.depth()
         try:
-            for place, name, types, quick in known:
-                value = args[place] if place < len(args) else kwargs.get(name, _LEFT_OUT)
-                if type(value) in quick or value is _LEFT_OUT or _is_one(value, types):
+            for place, name, types, exact in known:
+                value = args[place] if place < len(args) else kwargs.get(name, _OMITTED)
+                if type(value) in exact or value is _OMITTED or _has_type(value, types):
                     continue
-                wanted = " or ".join(dict.fromkeys(map(_words, types)))
-                refuse(f"{_called(inner, args)}: {name}", wanted, value, error=ArgumentTypeError)
+                wanted = " or ".join(dict.fromkeys(map(_type_text, types)))
+                refuse(f"{_call_text(inner, args)}: {name}", wanted, value, error=ArgumentTypeError)
             return function(*args, **kwargs)
         except BaseException as error:
-            # An interrupt at the first instruction of __exit__ leaves a scope open.
+            # An interrupt in the first instruction of __exit__ leaves a scope open.
             _frames.leave_to(depth)
             try:
                 if type(error) is TypeError:
-                    _check_fits(inner, args, kwargs)
+                    _check_signature(inner, args, kwargs)
                 raise
             except BaseException as shown:
                 hide_frames(shown)
@@ -205,20 +206,22 @@ def checked(function: _F) -> _F:
     return call  # type: ignore[return-value]
 
 
-def _check_fits(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises where the arguments of a call are not those of a function."""
+def _check_signature(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises if the arguments of a call do not fit the signature of a function."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **kwargs)
         return
     except TypeError as error:
         reason = str(error)
-    called, parameters = _called(function, args), list(signature.parameters.values())
+    called, parameters = _call_text(function, args), list(signature.parameters.values())
     has_self = bool(parameters) and parameters[0].name == "self"
     names = [each.name for each in parameters[has_self:]]
     unknown = [name for name in kwargs if name not in names]
     if unknown and inspect.Parameter.VAR_KEYWORD not in [each.kind for each in parameters]:
-        text = f"{called} has no argument {unknown[0]!r}. {_instead(function, unknown[0], names)}"
+        text = (
+            f"{called} has no argument {unknown[0]!r}. {_keyword_hint(function, unknown[0], names)}"
+        )
     elif has_self and not _is_method(function, args):
         text = f"{function.__name__} is a method: call it on an object, not on its class."
     else:
@@ -232,8 +235,8 @@ def _check_fits(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     raise ArgumentTypeError(text) from None
 
 
-def _instead(function: Any, name: str, names: Sequence[str]) -> str:
-    """Returns what to write for a keyword that is not one."""
+def _keyword_hint(function: Any, name: str, names: Sequence[str]) -> str:
+    """Returns what to write instead of an unknown keyword."""
     called = function.__qualname__.removesuffix(".__init__")
     for owner, instead in KEYWORDS.items():
         if owner.endswith(f".{called}") and name in instead:
@@ -244,24 +247,23 @@ def _instead(function: Any, name: str, names: Sequence[str]) -> str:
 
 
 _checked: dict[Any, Any] = {}
-"""What became of each function, which may be a method of one class and a function of a module."""
-_LEFT_OUT = object()
-_OF_MOST: dict[Any, Any] = {Callable: FunctionType}
-"""The type that most values have of those that are allowed."""
+"""The wrapper of each function: a function may be both a method and a name of a module."""
+_OMITTED = object()
+_COMMON_TYPE: dict[Any, Any] = {Callable: FunctionType}
+"""The exact type of most values, for types that ``type(value)`` never is."""
 
+_SPECIAL_METHODS = ("__init__", "__call__", "__iter__")
 
-_SPECIAL = ("__init__", "__call__", "__iter__")
-
-_WITH_HINTS = ("Model.predict", "Strategy.run", "Strategy.run_steps")
-"""Methods that check the types themselves, since they say what to type instead."""
+_CHECK_THEMSELVES = ("Model.predict", "Strategy.run", "Strategy.run_steps")
+"""Methods that check the types themselves, with a hint in their message."""
 
 
 def check_methods(cls: _C) -> _C:
-    """Lets the public methods of a class of this library, and those that it inherits here, be ``checked``."""
+    """Applies ``checked`` to the public methods of a class and of its bases in this library."""
     for owner in cls.__mro__:
         for name, method in list(vars(owner).items()) if is_ours(owner) else ():
-            # The library calls hooks, and often.
-            if name in _SPECIAL or not name.startswith(("_", "on_")):
+            # Hooks, on_…, are called by the library itself, and often.
+            if name in _SPECIAL_METHODS or not name.startswith(("_", "on_")):
                 if isinstance(method, (staticmethod, classmethod)):
                     setattr(owner, name, type(method)(checked(method.__func__)))
                 elif inspect.isfunction(method):
@@ -270,55 +272,56 @@ def check_methods(cls: _C) -> _C:
 
 
 def _is_method(function: Any, args: Sequence[Any]) -> bool:
-    """Returns whether the first argument is the object that a method of ours belongs to."""
+    """True if the first argument is the object on which a method was called."""
     owner = function.__qualname__.rpartition(".")[0]
     return bool(args) and owner in [cls.__name__ for cls in type(args[0]).__mro__]
 
 
-def _called(function: Any, args: Sequence[Any]) -> str:
+def _call_text(function: Any, args: Sequence[Any]) -> str:
     owner, _, name = function.__qualname__.rpartition(".")
     owner = type(args[0]).__name__ if _is_method(function, args) else owner
     return owner if name == "__init__" else f"{owner}.{name}".lstrip(".")
 
 
 @functools.cache
-def _types_in(annotation: Any, module: str) -> tuple[type, ...]:
-    """Returns the types that an annotation allows; none where it says too little to be checked."""
+def _checkable_types(annotation: Any, module: str) -> tuple[type, ...]:
+    """Returns the types that an annotation allows; none if it cannot be checked."""
     try:
         hint = eval(annotation, vars(sys.modules[module]))
-    except (NameError, TypeError, AttributeError):  # of what is imported for type checkers only
+    except (NameError, TypeError, AttributeError):  # a name that is imported for type checkers only
         return ()
     each = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     types = [NoneType if one is None else get_origin(one) or one for one in each]
-    if os.PathLike in types:  # the check of which knows what no path contains
+    if os.PathLike in types:  # is_path also finds NUL characters
         types = [one for one in types if one is not str]
     types.sort(key=lambda one: one is not NoneType)
-    return tuple(types) if all(map(_is_known, types)) else ()
+    return tuple(types) if all(map(_is_checkable, types)) else ()
 
 
-def _is_known(kind: Any) -> bool:
-    if not isinstance(kind, type) or kind in _KINDS:
-        return kind in _KINDS
-    # Members of an enum may be given by name, and what has the methods of a protocol is one.
+def _is_checkable(kind: Any) -> bool:
+    if not isinstance(kind, type) or kind in _TYPE_CHECKS:
+        return kind in _TYPE_CHECKS
+    # An enum accepts names too, and a protocol any object with its methods.
     return is_ours(kind) and not (issubclass(kind, enum.Enum) or hasattr(kind, "_is_protocol"))
 
 
-def _is_one(value: Any, types: Sequence[type]) -> bool:
+def _has_type(value: Any, types: Sequence[type]) -> bool:
     return any(
-        _KINDS[kind][1](value) if kind in _KINDS else isinstance(value, kind) for kind in types
+        _TYPE_CHECKS[kind][1](value) if kind in _TYPE_CHECKS else isinstance(value, kind)
+        for kind in types
     )
 
 
-def _words(kind: type) -> str:
+def _type_text(kind: type) -> str:
     named = f"{kind.__module__}.{kind.__name__}".replace("distribute_jax", "dj", 1)
-    return _KINDS[kind][0] if kind in _KINDS else named
+    return _TYPE_CHECKS[kind][0] if kind in _TYPE_CHECKS else named
 
 
 def _is_mapping(value: Any) -> bool:
     return isinstance(value, Mapping)
 
 
-_KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+_TYPE_CHECKS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     NoneType: ("None", lambda value: value is None),
     bool: ("a bool", lambda value: is_choice(value, (0, 1)) or _is_scalar(value, "bool")),
     int: ("an integer", is_integer),
@@ -331,4 +334,4 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     dict: ("a dict", _is_mapping),
     Iterator: ("an iterator", lambda value: isinstance(value, Iterator)),
 }
-"""What an argument of a type must be, in words, and whether a value is."""
+"""What an argument of a type must be, in words, and its check."""

@@ -1,4 +1,4 @@
-"""What this thread is doing, and what must not be called meanwhile."""
+"""What the current thread is doing, and checks that refuse calls that it must not make meanwhile."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from distribute_jax._errors import ContextError, MixedStrategiesError
 from distribute_jax._jax_private import at_top_level
 
 
-class _Doing(threading.local):
+class _ThreadState(threading.local):
     def __init__(self) -> None:
-        self.reads_ahead = False
+        self.is_prefetching = False
         self.batches_taken: int | None = None
 
 
-_doing = _Doing()
-_threads_of_steps: set[int] = set()
-_holders: weakref.WeakSet[Any] = weakref.WeakSet()
+_thread = _ThreadState()
+_step_threads: set[int] = set()
+_state_holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def require_method(strategy: Any, method: str) -> None:
-    """Raises where a cross-replica method of a strategy must not be called."""
+    """Raises if a cross-replica method of a strategy must not be called here."""
     top = _frames.entered()
     if top is not None and (top.replica is not None or top.strategy is not strategy):
         require_cross_replica(method)
@@ -37,71 +37,71 @@ def require_method(strategy: Any, method: str) -> None:
 
 
 def register_state_holder(holder: Any) -> None:
-    """Registers what has newer values of variables, as servers do, and how these come back."""
-    _holders.add(holder)
+    """Registers an object, such as a coordinator, that has newer values than the variables."""
+    _state_holders.add(holder)
 
 
 def fetch_state(after_all: Callable[[], bool]) -> None:
-    """Lets all variables hold their newest values, of one moment, or what all scheduled work leaves."""
-    for holder in list(_holders):
+    """Writes a consistent snapshot back to all variables; that after all scheduled work if wanted."""
+    for holder in list(_state_holders):
         holder.join() if after_all() else holder.write_back()
 
 
 def record_step_thread() -> None:
-    """Remembers that this thread runs steps."""
-    _threads_of_steps.add(threading.get_ident())
+    """Records that this thread runs steps."""
+    _step_threads.add(threading.get_ident())
 
 
 def other_thread_runs_steps() -> bool:
-    """Returns whether another thread than this one has run steps, and may be running one."""
-    return len(_threads_of_steps) > (threading.get_ident() in _threads_of_steps)
+    """True if a thread other than this one has run steps, and may be running one now."""
+    return bool(_step_threads - {threading.get_ident()})
 
 
 @contextmanager
 def prefetching() -> Iterator[None]:
-    """Marks this thread as one that reads batches for a loop in another thread."""
-    _doing.reads_ahead = True
+    """Marks this thread as one that prefetches batches for a loop in another thread."""
+    _thread.is_prefetching = True
     try:
         yield
     finally:
-        _doing.reads_ahead = False
+        _thread.is_prefetching = False
 
 
 @contextmanager
 def one_dispatch() -> Iterator[None]:
-    """Marks the batches that are taken for one dispatch: only before the first is a step over."""
-    _doing.batches_taken = 0
+    """Marks the batches that are taken in the block as those of one dispatch of several steps."""
+    _thread.batches_taken = 0
     try:
         yield
     finally:
-        _doing.batches_taken = None
+        _thread.batches_taken = None
 
 
 def is_between_steps() -> bool:
-    """Returns whether the steps of all batches taken so far have run, as a batch is taken."""
-    if _doing.batches_taken is None:
+    """True if the steps of all batches taken so far have been dispatched; call it once for each batch."""
+    if _thread.batches_taken is None:
         return True
-    _doing.batches_taken += 1
-    return _doing.batches_taken == 1
+    _thread.batches_taken += 1
+    return _thread.batches_taken == 1
 
 
 plan_hooks: list[Callable[[Callable[[int | None], Any]], None]] = []
-"""What to call, where there is such, in place of compiling the next step, with what plans that step."""
+"""Functions to call in place of compiling the next step, with one that plans it for N replicas."""
 
 
 def require_loop_thread(method: str) -> None:
-    """Raises in a thread that reads batches ahead of the loop, which would wait for the loop itself."""
-    if _doing.reads_ahead:
+    """Raises in a prefetching thread, which would wait for the loop that waits for it."""
+    if _thread.is_prefetching:
         raise ContextError(
             f"{method} was called by a source of batches, in the thread that reads ahead of the loop. Two "
-            "programs at once could wait for each other without end, and would use weights of an earlier "
-            "step. Pass InputOptions(experimental_per_replica_buffer_size=0): then each batch is read in "
-            "the loop's own thread, when it is asked for."
+            "programs at once could deadlock, and would use weights of an earlier step. Pass "
+            "InputOptions(experimental_per_replica_buffer_size=0): then each batch is read in the loop's own "
+            "thread, when it is asked for."
         )
 
 
 def require_cross_replica(method: str) -> None:
-    """Raises inside ``run``, where cross-replica methods make no sense."""
+    """Raises inside ``run``."""
     if _frames.in_replica_context():
         raise ContextError(
             f"{method} was called inside a function given to strategy.run, on one replica. Method "
@@ -111,13 +111,13 @@ def require_cross_replica(method: str) -> None:
 
 
 def in_merge_call() -> bool:
-    """Returns whether this is the inside of ``merge_call`` in a step that is being compiled."""
+    """True inside ``merge_call`` of a step that is being traced."""
     top = _frames.entered()
     return top is not None and top.merging and not at_top_level()
 
 
 def require_outside_step(method: str) -> None:
-    """Raises in ``merge_call`` too, whose code is part of the step of every replica."""
+    """Raises in ``merge_call``, whose code is part of the step."""
     if in_merge_call():
         raise ContextError(
             f"{method} was called inside merge_call. What merge_call does is part of the step that "
@@ -128,7 +128,7 @@ def require_outside_step(method: str) -> None:
 
 
 def require_unmixed(strategy: Any) -> None:
-    """Raises where another strategy than this one is current."""
+    """Raises if another strategy is current."""
     top = _frames.entered()
     if top is not None and top.strategy is not strategy:
         raise MixedStrategiesError(
@@ -138,13 +138,13 @@ def require_unmixed(strategy: Any) -> None:
 
 
 def in_tf_function() -> bool:
-    """Returns whether this is inside of a ``tf.function``."""
+    """True inside a ``tf.function``."""
     tf = sys.modules.get("tensorflow")
     return tf is not None and not getattr(tf, "executing_eagerly", at_top_level)()
 
 
 def require_untraced(method: str) -> None:
-    """Raises under the user's own jit, grad, vmap or scan, which our methods cannot be part of."""
+    """Raises under the user's own jit, grad, vmap or scan, or in a ``tf.function``."""
     if in_tf_function():
         raise ContextError(
             f"{method} was called inside a tf.function. Leave @tf.function out: strategy.run compiles the "

@@ -1,6 +1,6 @@
 """Every exception of the library.
 
-Each also derives from the builtin that a TensorFlow user would catch::
+Each also derives from the builtin that a user of TensorFlow would catch::
 
     DistributeError(Exception)
     ├── ContextError(RuntimeError)          called in the wrong place: run inside run, under the user's jit
@@ -16,7 +16,7 @@ Each also derives from the builtin that a TensorFlow user would catch::
     ├── BackendStartedError(RuntimeError)   JAX had started before the call that chooses devices
     ├── ArgumentError(ValueError)           an argument has the wrong structure, shape or value
     │   ├── TFConfigError(…, json.JSONDecodeError)  TF_CONFIG is not JSON
-    │   ├── ArgumentTypeError(…, TypeError) an argument has a wrong type
+    │   ├── ArgumentTypeError(…, TypeError) an argument has the wrong type
     │   └── TaskConflictError(…, KeyError)  two clusters have different addresses for a task
     ├── ClusterError(RuntimeError)          the environment does not describe the cluster correctly
     │   ├── NoClusterError                  no cluster was detected
@@ -38,8 +38,8 @@ Each also derives from the builtin that a TensorFlow user would catch::
     ├── LoweringError(NotImplementedError)  the chosen lowering cannot run under the strategy
     └── UnsupportedError(NotImplementedError)  the strategy does not support an option
 
-The message for a step or its data says what failed, where in the tree, what was received, the rule, and
-what to type next; the message for a bad argument is one line.
+Messages about a step or its data say what failed, where in the tree, what was received, the rule, and what
+to type next; messages about arguments are one line.
 """
 
 from __future__ import annotations
@@ -118,11 +118,11 @@ class TaskConflictError(ArgumentError, KeyError):
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
-    """An argument has a wrong type."""
+    """An argument has the wrong type."""
 
 
 class ClusterError(DistributeError, RuntimeError):
-    """The environment of the process does not describe the cluster, or not correctly."""
+    """The environment of the process does not describe the cluster correctly, or not at all."""
 
 
 class NoClusterError(ClusterError):

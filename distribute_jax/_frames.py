@@ -1,4 +1,4 @@
-"""The strategies that are current on this thread, and inside ``run`` the replica: a stack of frames."""
+"""The thread-local stack of current strategies and, inside ``run``, replicas."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Frame:
     replica: Any = None
     """The replica context inside ``run``; None in cross-replica context."""
     merging: bool = False
-    """Whether this is the inside of ``merge_call``, where cross-replica methods are traced."""
+    """True inside ``merge_call``, where cross-replica methods are traced."""
     leave: Callable[[], None] = lambda: None
-    """Ends what was entered together with the strategy, such as its mesh."""
+    """Exits the contexts that were entered with the strategy, such as its mesh."""
 
 
 class _Stack(threading.local):
@@ -34,17 +34,17 @@ _default: list[Callable[[], Frame]] = []
 
 
 def set_default(make: Callable[[], Frame]) -> None:
-    """Registers what is current where nothing was entered; the strategies call this once."""
+    """Sets what makes the default frame; ``strategies`` calls this once."""
     _default[:] = [make]
 
 
 def entered() -> Frame | None:
-    """Returns the innermost frame of this thread, or None where none was entered."""
+    """Returns the innermost frame of this thread, or None."""
     return _stack.frames[-1] if _stack.frames else None
 
 
 def default() -> Frame:
-    """Returns the frame that stands in where none was entered."""
+    """Returns the frame that is current on a thread that has entered none."""
     return _default[0]()
 
 
@@ -54,7 +54,7 @@ def current() -> Frame:
 
 
 def in_replica_context() -> bool:
-    """Returns whether the code runs as one replica."""
+    """True inside ``run``, as one replica."""
     top = entered()
     return top is not None and top.replica is not None
 
@@ -79,19 +79,19 @@ def depth() -> int:
     return len(_stack.frames)
 
 
-def leave_to(below: int) -> None:
-    """Leaves all frames above the first ones, such as scopes that an interrupt has left open."""
-    while len(_stack.frames) > below:
+def leave_to(depth: int) -> None:
+    """Leaves frames until ``depth`` are left, such as scopes that an interrupt has left open."""
+    while len(_stack.frames) > depth:
         _stack.frames.pop().leave()
 
 
 @contextmanager
 def frame(strategy: Any, replica: Any = None, *, merging: bool = False) -> Iterator[None]:
     """Makes a strategy, and maybe a replica, current for the block."""
-    new, below = Frame(strategy, replica, merging), depth()
+    new, outer_depth = Frame(strategy, replica, merging), depth()
     push(new)
     try:
         yield
         pop(new)
     finally:
-        leave_to(below)  # a scope left open inside ends with the block
+        leave_to(outer_depth)  # also closes scopes that were left open in the block

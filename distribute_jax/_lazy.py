@@ -1,4 +1,4 @@
-"""Attributes of packages that load when they are first read, and where public names are public."""
+"""Lazy imports of public names, and their public ``__module__``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distribute_jax._checks import check_methods, checked
 
 
 def names_in_stub(file: str) -> dict[str, list[str]]:
-    """Returns the names that the stub of a package imports from each part of the package."""
+    """Returns the names that a package's stub file imports, by the part of the package they come from."""
     tree = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     return {
         str(node.module).partition(".")[2]: [alias.name for alias in node.names]
@@ -27,10 +27,10 @@ def names_in_stub(file: str) -> dict[str, list[str]]:
 def lazy_exports(
     namespace: dict[str, Any], parts: Mapping[str, Sequence[str]], core: Sequence[str] = ()
 ) -> Callable[[str], Any]:
-    """Returns the ``__getattr__`` of a module that loads others of its package when they are first read.
+    """Returns a module's ``__getattr__``, which imports the parts of its package on first access.
 
-    ``parts`` are those with the names that the module takes from each, under ``""`` those that are modules;
-    the parts of ``core`` load together. A name that was read is kept in the namespace.
+    ``parts`` maps each part to the names it exports, and ``""`` to those that are modules themselves. The
+    parts in ``core`` are imported together. Names are cached in the namespace.
     """
     package, module = namespace["__package__"], namespace["__name__"]
     home = {name: part or name for part, names in parts.items() for name in names}
@@ -43,7 +43,7 @@ def lazy_exports(
                 name,
                 sys.modules.get(module),
             )
-        # An object may come from a class that no one has read yet, as the optimizer of a model.
+        # All names of a part are published: a user may get an object of a class that was never accessed.
         loaded: dict[str, Any] = {}
         for part in core if home[name] in core else (home[name],):
             members = vars(importlib.import_module(f"{package}.{part}"))
@@ -58,7 +58,7 @@ def lazy_exports(
 
 
 def public_names(namespace: Mapping[str, Any]) -> list[str]:
-    """Returns the sorted names that a public package has imported for its users."""
+    """Returns the sorted names that a public package re-exports."""
     return sorted(
         name
         for name, value in namespace.items()
@@ -69,9 +69,9 @@ def public_names(namespace: Mapping[str, Any]) -> list[str]:
 
 
 def publish(namespace: dict[str, Any], names: Iterable[str], module: str) -> None:
-    """Sets ``__module__`` of what a public package lists and has loaded, and has its arguments checked.
+    """Sets ``__module__`` of a public package's loaded names, and lets their arguments be checked.
 
-    The package also answers names that are absent in it, with what to type.
+    Names that the package lacks raise an AttributeError that says what to type instead.
     """
     for name in names:
         value = namespace.get(name)

@@ -1,10 +1,9 @@
-"""The mesh of a strategy: replicas along ``"data"``, and the shardings made from it.
+"""The mesh of a strategy, with replicas along ``"data"``, and the shardings and copies made from it.
 
-A replica of several cores has them along further axes, which are automatic inside ``run``: ``"model"``, or
-``"model_0"``, ``"model_1"``, … where their number is not a prime, one axis for each prime factor, so that an
-array can be split along several dims. Where a device has several replicas, one more axis, of size 1, says how
-many in its name: ``"replicas_per_device=4"``. So meshes of the same devices differ, and whoever has the mesh
-knows all replicas.
+The cores of a replica are along further axes, which are automatic inside ``run``: ``"model"`` or, if their
+number is not a prime, one axis for each prime factor, ``"model_0"``, ``"model_1"``, …, so that an array can
+be split along several dims. If a device has several replicas, the name of one more axis of size 1 says how
+many: ``"replicas_per_device=4"``. So the mesh alone determines the replicas.
 """
 
 from __future__ import annotations
@@ -22,33 +21,33 @@ from distribute_jax._errors import ArgumentError
 DATA = "data"
 """The mesh axis of the replicas."""
 MODEL = "model"
-"""The mesh axis of the cores of one replica, or how the names of several such axes begin."""
+"""The mesh axis of the cores of one replica, or the prefix of several."""
 GROUP, SHARD = "group", "shard"
-"""The axes of the mesh that divides state where groups of replicas do: the groups, and those in a group."""
-_PER_DEVICE = "replicas_per_device="
+"""The axes of the mesh of state that is sharded within groups of devices."""
+_PER_DEVICE_PREFIX = "replicas_per_device="
 
 Arrays = TypeVar("Arrays")
 
 
 def replica_mesh(devices: Any, per_device: int = 1, cores: Sequence[int] | None = None) -> Mesh:
-    """Returns a mesh with so many replicas on each device, in the order given, or on each row of devices.
+    """Returns a mesh with ``per_device`` replicas on each device, or one on each row of devices.
 
     ``cores`` are the sizes of the axes of one replica, by default the prime factors of their product.
-    The replicas of a process have to follow each other, in the order of the processes: each process
-    brings one run of the rows of a batch, and takes one run of the results.
+    The replicas of each process must be contiguous and in the order of the processes, since its rows of a
+    batch are.
     """
     grid = np.asarray(devices, dtype=object)
     cores = factors(grid.size // len(grid)) if cores is None else cores
     names = [MODEL] if len(cores) == 1 else [f"{MODEL}_{i}" for i in range(len(cores))]
-    # Newer JAX makes axes Explicit by default, where shard_map refuses other shardings than its own.
+    # Auto, since newer JAX makes axes Explicit, with which shard_map refuses other shardings than its own.
     shape, names = [len(grid), *cores], [DATA, *names]
     if per_device > 1:
-        shape, names = [*shape, 1], [*names, f"{_PER_DEVICE}{per_device}"]
+        shape, names = [*shape, 1], [*names, f"{_PER_DEVICE_PREFIX}{per_device}"]
     return Mesh(grid.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def with_replicas(mesh: Mesh, replicas: int) -> Mesh:
-    """Returns a mesh like this one, of any number of replicas, whose devices need not be there."""
+    """Returns an abstract mesh like this one with another number of replicas."""
     each = replicas_per_device(mesh)
     if replicas % each:
         raise ArgumentError(
@@ -59,7 +58,7 @@ def with_replicas(mesh: Mesh, replicas: int) -> Mesh:
 
 
 def state_mesh(mesh: Mesh, shard_over: int | None) -> Mesh:
-    """Returns the mesh that divides state: that of the replicas, or its devices in groups of so many."""
+    """Returns the mesh over which state is sharded: the devices, or groups of ``shard_over`` of them."""
     devices = int(mesh.shape[DATA])
     if shard_over is None or shard_over == devices:
         return mesh
@@ -78,12 +77,12 @@ def state_mesh(mesh: Mesh, shard_over: int | None) -> Mesh:
 
 
 def share_axis(mesh: Mesh | AbstractMesh) -> str:
-    """Returns the axis along which a mesh divides state."""
+    """Returns the axis of a mesh along which state is sharded."""
     return SHARD if SHARD in mesh.axis_names else DATA
 
 
 def factors(number: int) -> list[int]:
-    """Returns the prime factors of a number from small to large; none of 1."""
+    """Returns the prime factors of a number in ascending order."""
     least = next((i for i in range(2, number + 1) if number % i == 0), None)
     return [] if least is None else [least, *factors(number // least)]
 
@@ -96,8 +95,8 @@ def num_replicas(mesh: Mesh) -> int:
 
 @functools.lru_cache
 def replicas_per_device(mesh: Mesh) -> int:
-    """Returns how many replicas each device of a mesh has, one after the other."""
-    numbers = (name.partition(_PER_DEVICE)[2] for name in mesh.axis_names)
+    """Returns how many replicas each device of a mesh runs in turn."""
+    numbers = (name.partition(_PER_DEVICE_PREFIX)[2] for name in mesh.axis_names)
     return next((int(number) for number in numbers if number), 1)
 
 
@@ -107,17 +106,17 @@ def cores_per_replica(mesh: Mesh) -> int:
 
 
 def local_replicas(mesh: Mesh) -> range:
-    """Returns the replicas on this process's devices, which follow each other."""
+    """Returns the replicas on this process's devices, which are contiguous."""
     first_cores = mesh.devices.reshape(mesh.shape[DATA], -1)[:, 0]
-    mine = [i for i, d in enumerate(first_cores) if d.process_index == jax.process_index()]
+    local = [i for i, d in enumerate(first_cores) if d.process_index == jax.process_index()]
     each = replicas_per_device(mesh)
-    return range(mine[0] * each, (mine[-1] + 1) * each) if mine else range(0)
+    return range(local[0] * each, (local[-1] + 1) * each) if local else range(0)
 
 
 def first_replica(mesh: Mesh) -> Mesh:
-    """Returns the mesh of one replica alone, this process's first, with all of its cores."""
+    """Returns the mesh of this process's first replica alone, with all of its cores."""
     first = local_replicas(mesh).start // replicas_per_device(mesh)
-    names = [name for name in mesh.axis_names if not name.startswith(_PER_DEVICE)]
+    names = [name for name in mesh.axis_names if not name.startswith(_PER_DEVICE_PREFIX)]
     devices = mesh.devices[first : first + 1].reshape(
         [1, *(mesh.shape[name] for name in names[1:])]
     )
@@ -125,12 +124,12 @@ def first_replica(mesh: Mesh) -> Mesh:
 
 
 def manual_axes(mesh: Mesh) -> set[str]:
-    """Returns the axes that are not automatic inside ``run``: all but those of a replica's cores."""
+    """Returns the axes that are manual inside ``run``: all but those of a replica's cores."""
     return {name for name in mesh.axis_names if not name.startswith(MODEL)}
 
 
 def is_local(mesh: Mesh) -> bool:
-    """Returns whether all devices of a mesh are this process's own."""
+    """True if all devices of a mesh belong to this process."""
     return _processes(mesh) == {jax.process_index()}
 
 
@@ -140,7 +139,7 @@ def _processes(mesh: Mesh) -> frozenset[int]:
 
 
 def inside_replica(mesh: Mesh) -> AbstractMesh:
-    """Returns the mesh as code inside ``run`` sees it: ``"data"`` is bound, those of cores are automatic."""
+    """Returns the mesh that code inside ``run`` sees, with manual and automatic axes."""
     manual = manual_axes(mesh)
     kinds = tuple(AxisType.Manual if name in manual else AxisType.Auto for name in mesh.axis_names)
     inside: AbstractMesh = mesh.abstract_mesh.update(axis_types=kinds)
@@ -149,18 +148,18 @@ def inside_replica(mesh: Mesh) -> AbstractMesh:
 
 @functools.lru_cache
 def mirrored_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of a value that every replica holds whole."""
+    """Returns the sharding of an array that is replicated over the mesh."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 @functools.lru_cache
 def split_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of an array whose dim 0 is divided among the replicas."""
+    """Returns the sharding of an array whose dim 0 is divided among the replicas."""
     return NamedSharding(mesh, PartitionSpec(DATA))
 
 
 def sharding_over(value: Any, mesh: Mesh) -> NamedSharding | None:
-    """Returns the sharding of an array that is divided over just this mesh, None for all else."""
+    """Returns the sharding of an array that is divided over this very mesh, otherwise None."""
     sharding = getattr(value, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
         return None
@@ -172,17 +171,17 @@ def sharding_over(value: Any, mesh: Mesh) -> NamedSharding | None:
 
 
 def outside_mesh() -> Any:
-    """Leaves the mesh context for a ``with`` block, where computing on one shard is allowed."""
+    """Returns a context without a mesh: inside ``scope()``, JAX refuses to compute on a single shard."""
     return jax.set_mesh(cast("Any", None))
 
 
 def in_device_memory(sharding: NamedSharding) -> NamedSharding:
-    """Returns a sharding in the memory that computations use."""
+    """Returns a sharding in the default memory, the only one with which JAX computes."""
     return NamedSharding(sharding.mesh, sharding.spec)
 
 
 def in_default_memory(array: jax.Array) -> jax.Array:
-    """Returns an array in the memory that computations use."""
+    """Returns an array in the default memory, the only one with which JAX computes."""
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding) or sharding == in_device_memory(sharding):
         return array
@@ -191,44 +190,44 @@ def in_default_memory(array: jax.Array) -> jax.Array:
 
 
 def put(value: Any, to: Sharding) -> Any:
-    """Puts an array, or each of a pytree of them, where a sharding says.
+    """Places an array, or a pytree of arrays, as a sharding says.
 
     ``jax.device_put`` would first gather the value from all processes to compare it. Here each process
-    puts its own parts: it is for the caller to know that the processes hold the same.
+    places its own shards; the caller knows that the value is the same on all processes.
     """
     if isinstance(value, jax.Array) and value.sharding.device_set != to.device_set:
-        value = in_default_memory(value)  # JAX moves nothing from other memory to other devices
+        value = in_default_memory(value)  # JAX moves arrays between devices in default memory only
     if to.is_fully_addressable:
-        # What several processes hold goes to one of them only from that one's own memory.
-        elsewhere = isinstance(value, jax.Array) and not value.is_fully_addressable
-        return jax.device_put(local_copy_of_replicated(value) if elsewhere else value, to)
-    return jax.tree.map(lambda leaf: _put_own_parts(leaf, to), value)
+        # JAX moves an array of several processes to one process only from that process's own shards.
+        is_global = isinstance(value, jax.Array) and not value.is_fully_addressable
+        return jax.device_put(local_copy_of_replicated(value) if is_global else value, to)
+    return jax.tree.map(lambda leaf: _put_local_shards(leaf, to), value)
 
 
-def _put_own_parts(value: Any, to: Sharding) -> jax.Array:
+def _put_local_shards(value: Any, to: Sharding) -> jax.Array:
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         moved: jax.Array = jax.device_put(value, to)
         return moved
     with outside_mesh():
         whole = value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
-        parts = [
+        shards = [
             jax.device_put(whole[index or ...], device)
             for device, index in to.addressable_devices_indices_map(whole.shape).items()
         ]
-    return jax.make_array_from_single_device_arrays(whole.shape, to, parts, dtype=whole.dtype)
+    return jax.make_array_from_single_device_arrays(whole.shape, to, shards, dtype=whole.dtype)
 
 
 def local_copy_of_replicated(array: jax.Array) -> jax.Array:
-    """Returns all of an array as one that this process alone holds, on one of its devices.
+    """Returns all of an array on one device of this process.
 
-    Where processes hold different parts of it, that is a collective, so all of them call this together,
-    and its sharding must be a ``NamedSharding``.
+    If the array is sharded over processes, that is a collective: all of them call this together, and the
+    sharding must be a ``NamedSharding``.
     """
     return array if array.is_fully_addressable else replicated(array).addressable_data(0)
 
 
 def replicated(array: jax.Array) -> jax.Array:
-    """Returns an array as one that each of its devices has whole; see ``local_copy_of_replicated``."""
+    """Returns an array replicated over its devices; a collective, as ``local_copy_of_replicated``."""
     if array.is_fully_replicated:
         return array
     if not isinstance(array.sharding, NamedSharding):
@@ -242,10 +241,9 @@ def replicated(array: jax.Array) -> jax.Array:
 
 
 def wait_on_cpu(arrays: Arrays) -> Arrays:
-    """Waits on CPU, and only there, for arrays that several devices computed outside of a step.
+    """Blocks until arrays that several CPU devices compute outside of a step are ready.
 
-    The collectives of two programs that do not depend on each other take each other's threads there: none
-    of them ever ends.
+    On CPU the collectives of two independent programs can take each other's threads and deadlock.
     """
     first = jax.tree.leaves(arrays)[0]
     devices = () if isinstance(first, jax.core.Tracer) else first.sharding.device_set
@@ -255,7 +253,7 @@ def wait_on_cpu(arrays: Arrays) -> Arrays:
 
 
 def on_host(value: Any) -> np.ndarray[Any, Any]:
-    """Returns all of an array; where processes hold different parts, all of them call this together."""
+    """Returns all of an array on the host; a collective, as ``local_copy_of_replicated``."""
     return np.asarray(local_copy_of_replicated(value) if isinstance(value, jax.Array) else value)
 
 

@@ -1,4 +1,4 @@
-"""Text for messages: trees, leaves and errors in a few words; and the range of integers."""
+"""Texts of trees, leaves and errors for messages, and small predicates of values and dtypes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from distribute_jax._errors import ArgumentError, DistributeError
 
 
 def path_text(path: KeyPath, root: str = "") -> str:
-    """Writes a key path the way a user would reach the leaf: ``args[0]['image']``."""
+    """Returns a key path as the user would write it: ``args[0]['image']``."""
     return (root + jax.tree_util.keystr(path)) or "the value"
 
 
 def leaf_text(leaf: Any) -> str:
-    """Describes a leaf in a few words: ``float32[8,3]`` for an array, else its type."""
+    """Describes a leaf: ``float32[8,3]`` for an array, otherwise its type."""
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
         return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
     if described := foreign(leaf):
@@ -31,7 +31,7 @@ def leaf_text(leaf: Any) -> str:
 
 
 def not_a_name(what: str, name: Any, names: Iterable[str]) -> str:
-    """Begins the error for a name that does not exist: the nearest ones, or else all."""
+    """Returns the message for an unknown name: the nearest names, or all."""
     known = sorted(names)
     near = get_close_matches(str(name), known)
     if near:
@@ -40,13 +40,13 @@ def not_a_name(what: str, name: Any, names: Iterable[str]) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Returns the first and the last line of an error's text: JAX puts C++ frames between them."""
+    """Returns the first and last line of an error's text, between which JAX puts C++ frames."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return " … ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
 
 
 def listed(lines: list[str], most: int = 10) -> str:
-    """Puts one item on each line, indented, and says how many were left out."""
+    """Returns one indented line for each item, and how many were left out."""
     shown = [f"  {line}" for line in lines[:most]]
     if len(lines) > most:
         shown.append(f"  … and {len(lines) - most} more")
@@ -59,7 +59,7 @@ def real_array(caller: str, name: str, value: Any) -> jax.Array:
         if isinstance(value, (str, bytes, dict)):
             raise TypeError(f"a {type(value).__name__}")
         array = jnp.asarray(value)
-    except DistributeError:  # a value of several replicas says what to do with it
+    except DistributeError:  # a per-replica value, whose error says what to do with it
         raise
     except (TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(
@@ -75,22 +75,22 @@ def real_array(caller: str, name: str, value: Any) -> jax.Array:
 
 
 def is_array(value: Any) -> bool:
-    """Returns whether a value is an array or a tracer of one (Python numbers are not)."""
+    """True for arrays and tracers; Python numbers are not arrays."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic))
 
 
 def is_numeric(dtype: Any) -> bool:
-    """Returns whether a dtype is of numbers or bools, which are their bytes: texts and records are not."""
+    """True for dtypes of numbers and bools, false for texts and records."""
     return bool(jnp.issubdtype(dtype, np.number) or dtype == np.bool_)
 
 
 def is_key(value: Any) -> bool:
-    """Returns whether a value is an array of typed random keys, which JAX lets nobody compute with."""
+    """True for an array of typed random keys, which take part in no arithmetic."""
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def on_bits(function: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax.Array:
-    """Returns a function of an array of numbers; of random keys it is computed of their bits."""
+    """Applies a function to an array; to the underlying bits of random keys."""
     if not is_key(array):
         return function(array)
     bits = function(jax.random.key_data(array))
@@ -99,13 +99,13 @@ def on_bits(function: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax
 
 
 def is_donated(value: Any) -> bool:
-    """Returns whether a step has taken the memory of an array: to use it crashes JAX 0.10."""
+    """True for an array that was donated to a step; using it would crash JAX 0.10."""
     concrete = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
     return concrete and value.is_deleted()
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a value is a Python number that a step takes as data; a bool is not."""
+    """True for a Python number, but not a bool, which a step takes as data."""
     return isinstance(value, (int, float, complex)) and not isinstance(value, bool)
 
 
@@ -113,7 +113,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def promoting(function: _F) -> _F:
-    """Lets a function compute with JAX's standard promotion, whatever the user set for other code.
+    """Runs a function with JAX's standard type promotion, whatever the user has set.
 
     With ``jax_numpy_dtype_promotion="strict"`` a sum divided by a count would be an error.
     """
@@ -127,9 +127,9 @@ def promoting(function: _F) -> _F:
 
 
 def check_int_range(value: Any, got_by: str) -> Any:
-    """Returns any value as it is; raises where an integer in it needs more bits than JAX has.
+    """Returns a value as it is, or raises if an integer in it needs more bits than JAX has.
 
-    These are 32 unless its x64 mode is on. The message says who got it, such as ``"all_reduce"``.
+    JAX has 32, or 64 in x64 mode. ``got_by``, such as ``"all_reduce"``, begins the message.
     """
     config: Any = jax.config
     bits = 64 if config.jax_enable_x64 else 32
@@ -150,7 +150,7 @@ def check_int_range(value: Any, got_by: str) -> Any:
 
 
 def _may_exceed(array: Any, bits: int) -> bool:
-    if array.dtype.kind == "O":  # what NumPy makes of an int beyond 64 bits
+    if array.dtype.kind == "O":  # an int beyond 64 bits, in NumPy
         return all(isinstance(number, int) for number in array.flat)
     return array.dtype.kind in "iu" and array.dtype.itemsize * 8 > bits
 
@@ -159,7 +159,7 @@ PyTree: TypeAlias = Any
 """Nested containers that ``jax.tree`` understands."""
 
 KeyPath: TypeAlias = tuple[Any, ...]
-"""Where a leaf stands in a tree, as ``jax.tree_util`` gives it."""
+"""The path of a leaf in a tree, as in ``jax.tree_util``."""
 
 StepFunction: TypeAlias = Callable[..., Any]
 """A function written for one replica."""
@@ -168,7 +168,7 @@ Kwargs: TypeAlias = Mapping[str, Any]
 
 
 def size_text(count: int) -> str:
-    """Returns a number of bytes in the unit that suits it."""
+    """Returns a number of bytes in B, KiB, MiB or GiB."""
     value, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
     unit = next(units)
     while value >= 1024 and (larger := next(units, None)):

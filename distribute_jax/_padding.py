@@ -1,6 +1,7 @@
-"""Padding: shares of unequal length become equal by repeating real rows, never by zeros.
+"""Padding of partial batches: short shares repeat real rows.
 
-Zeros can turn into NaNs in a step (a division, a logarithm), and a NaN survives the mask.
+They are not filled with zeros, of which a step can make NaNs (by a division or a logarithm), and a NaN
+survives the mask.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from distribute_jax._values import Layout, PerReplica
 
 
 def padded_rows(counts: Sequence[int], share: int) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Returns which real row fills each of the ``share`` rows of each replica, in replica order.
+    """Returns the index of the real row in each of the ``share`` rows of each replica.
 
     The replicas have ``counts`` real rows, one replica after the other. A short share repeats its last
     row, and an empty one the last row of the replica before it.
@@ -39,15 +40,15 @@ def padded_rows(counts: Sequence[int], share: int) -> np.ndarray[Any, np.dtype[n
 
 
 def is_real(counts: Sequence[int], share: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Marks the real rows among the padded ones, in replica order."""
+    """Returns the mask of real rows, in replica order."""
     return (np.arange(share) < np.asarray(counts)[:, None]).ravel()
 
 
 def uneven_to_joined(parts: Sequence[Any], mesh: Mesh) -> PerReplica:
-    """Makes one batch of arrays, one for each replica, that may differ only in their number of rows.
+    """Joins one array for each replica, which may differ in their number of rows, into one batch.
 
     Every part is padded to the longest with its last row, an empty one with a row of another part.
-    What is on the right device stays there.
+    Parts that are on the right device stay there.
     """
     _check_parts(parts, mesh)
     counts = tuple(int(part.shape[0]) for part in parts)
@@ -103,7 +104,7 @@ def _check_parts(parts: Sequence[Any], mesh: Mesh) -> None:
 
 
 def rows_to_joined(value: PerReplica) -> PerReplica:
-    """Joins the rows that each replica returned for a partial batch, so that they are a batch again."""
+    """Turns the stacked rows that a step returned for a partial batch into a batch."""
     with outside_mesh():
         array = _joiner(value.mesh)(value.global_array)
     return PerReplica(array, value.mesh, layout=Layout.JOINED, counts=value.counts)
@@ -118,13 +119,13 @@ def _joiner(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
 
 
 def other_paddings(values: Sequence[PerReplica]) -> Iterator[list[PerReplica]]:
-    """Yields the same batch twice with other rows in its padding; real rows are not touched.
+    """Yields the same batch twice, with other rows in its padding; real rows are untouched.
 
-    A step whose result changes with this lets padding leak. All padding becomes one real example, the
-    same one in each leaf: the first, then the last, so that what depends on how often a row occurs is
-    seen. Where all examples are equal there is no other: then floats are halved, integers become 0 or 1,
-    and bools flip. No value becomes NaN or leaves the range of the data and {0, 0.5, 1}. Leaves with the
-    same ``counts`` and share stay together; those without padding stay as they are.
+    If this changes a step's results, padding leaks. All padding becomes one real example, the same in each
+    leaf: the first, then the last, so that also results that depend on how often a row occurs change. If
+    all examples are equal, floats are halved, integers become 0 or 1, and bools flip. No value becomes NaN
+    or leaves the range of the data and {0, 0.5, 1}. Leaves with the same ``counts`` and share are changed
+    together; those without padding stay as they are.
     """
     groups: dict[Any, list[int]] = {}
     for i, value in enumerate(values):
@@ -142,7 +143,7 @@ def other_paddings(values: Sequence[PerReplica]) -> Iterator[list[PerReplica]]:
 
 
 def _one_row(counts: Sequence[int], share: int, which: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Returns which row of the padded batch replaces each row: one real row for padding, else itself."""
+    """Returns the row that replaces each row: itself, or one real row for padding."""
     real = is_real(counts, share)
     rows = np.arange(len(real), dtype=np.int32)
     rows[~real] = np.flatnonzero(real)[which]
@@ -181,9 +182,9 @@ def _another_value(array: jax.Array) -> jax.Array:
 def align(
     caller: str, what: str, array: jax.Array, values: str, shape: tuple[int, ...]
 ) -> jax.Array:
-    """Returns a mask or weights with as many dims as values have, matched from the left, as the batch is.
+    """Returns a mask or weights with as many dims as values have, aligned from the left.
 
-    One last dim of 1 too many is dropped, as in Keras.
+    One surplus last dim of size 1 is dropped, as in Keras.
     """
     weights = array
     if array.ndim == len(shape) + 1 and array.shape[-1] == 1:
@@ -199,7 +200,7 @@ def align(
 
 
 def real_mask(caller: str, values: str, shape: tuple[int, ...], replica: Any) -> jax.Array | None:
-    """Returns where values are not padding, with as many dims as they have; None where nothing is padded."""
+    """Returns the mask of rows that are not padding, with as many dims as values; None without padding."""
     if replica is None or not replica.is_padded or not shape:
         return None
     mask: jax.Array = replica.batch_mask

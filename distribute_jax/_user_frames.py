@@ -1,4 +1,4 @@
-"""The user's own line: warnings that point to it, and tracebacks without the library's frames."""
+"""Warnings that point at the user's line, and tracebacks without the library's frames."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the innermost line outside of this library."""
+    """Warns at the innermost line outside this library."""
     warnings.warn(text, category, stacklevel=_users_frame()[0])
 
 
 def log_once(text: str, *named: object, about: Hashable = None) -> None:
-    """Logs a warning, the first time that this text is logged about this object."""
+    """Logs a warning once for each text and ``about``."""
     if (text, about) not in _logged:
         _logged.add((text, about))
         _LOG.warning(text, *named)
 
 
 def users_line() -> str:
-    """Returns that line, as ``file:line``."""
+    """Returns the innermost line outside this library, as ``file:line``."""
     frame = _users_frame()[1]
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown line"
 
 
 def _users_frame() -> tuple[int, FrameType | None]:
-    """Returns the innermost frame outside of this library, and how far it is from the caller."""
+    """Returns the stack level of the innermost frame outside this library, and the frame."""
     level, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
@@ -46,12 +46,12 @@ def _users_frame() -> tuple[int, FrameType | None]:
 
 VARIABLE = "DISTRIBUTE_JAX_FULL_TRACEBACK"
 
-_BETWEEN = contextlib.__file__
-_NOTE_OF_JAX = "JAX has removed its internal frames"
+_CONTEXTLIB = contextlib.__file__
+_JAX_NOTE = "JAX has removed its internal frames"
 
 
 def hide_frames(error: BaseException) -> None:
-    """Takes the frames of this library out of the traceback of an error and of its causes.
+    """Removes the frames of this library from the tracebacks of an error and of its causes.
 
     ``DISTRIBUTE_JAX_FULL_TRACEBACK=1`` shows all.
     """
@@ -61,11 +61,11 @@ def hide_frames(error: BaseException) -> None:
         each.__traceback__ = _without_library(each.__traceback__)
         notes: list[str] = getattr(each, "__notes__", [])
         if isinstance(each, DistributeError):
-            notes[:] = [note for note in notes if _NOTE_OF_JAX not in note]
+            notes[:] = [note for note in notes if _JAX_NOTE not in note]
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and what is printed above it."""
+    """Yields an error, its cause or context, and so on."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -78,7 +78,7 @@ def _without_library(traceback: TracebackType | None) -> TracebackType | None:
     hidden = False
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
-        hidden = file.startswith(_PACKAGE) or (hidden and file == _BETWEEN)
+        hidden = file.startswith(_PACKAGE) or (hidden and file == _CONTEXTLIB)
         if not hidden:
             kept.append(traceback)
         traceback = traceback.tb_next

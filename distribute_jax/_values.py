@@ -1,4 +1,4 @@
-"""Values that may differ from replica to replica, and how a mirrored result is recognised."""
+"""Per-replica values, and the record of which arrays are mirrored."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Layout(enum.Enum):
     """How the replicas' parts are arranged in one global array."""
 
     STACKED = "stacked"
-    """On a leading dim of size N: results of ``run``."""
+    """Along a leading dim of size N: results of ``run``."""
     JOINED = "joined"
     """One after the other along dim 0: batches."""
 
 
-_USE = """\
+_HOW_TO_COMBINE = """\
 Use strategy.reduce('sum', value, axis=None) or strategy.gather(value, axis=0) for one array, \
 strategy.experimental_local_results(value) for a tuple of them, or reduce it in the step: \
 dj.get_replica_context().all_reduce('sum', x). A step that computes with it takes it in args, since \
@@ -47,7 +47,7 @@ run divides its arguments alone: strategy.run(step, args=(value,))."""
 def _no_arithmetic(self: DistributedValues, *_: object) -> NoReturn:
     raise PerReplicaTypeError(
         f"{self._described()} holds one value for each replica, so it cannot be used like one array "
-        f"here.\n{_USE}"
+        f"here.\n{_HOW_TO_COMBINE}"
     )
 
 
@@ -56,22 +56,21 @@ def _no_array(self: DistributedValues, *_: object, **__: object) -> NoReturn:
     graph = " Leave @tf.function out: strategy.run compiles the step." * bool(framework_of(caller))
     raise PerReplicaError(
         f"{self._described()} holds one value for each replica and cannot be turned into one array.{graph}\n"
-        f"{_USE}"
+        f"{_HOW_TO_COMBINE}"
     )
 
 
 _ARRAY_ATTRIBUTES = frozenset(
     {"numpy", "item", "tolist", "shape", "ndim", "size", "astype", "mean", "sum", "min", "max", "T"}
 )
-"""What one array has, and a value for each replica has not."""
+"""Attributes that arrays have and per-replica values lack."""
 
-
-_MOST_SHOWN = 64
-"""How many numbers a repr shows."""
+_MAX_SHOWN_NUMBERS = 64
+"""How many numbers a repr may show."""
 
 
 class DistributedValues:
-    """The base of values that hold one part for each replica.
+    """The base class of values that hold one part for each replica.
 
     Outside ``run`` such a value is only passed around: it takes part in no arithmetic, and it is never
     turned into an array implicitly, since it does not say how to combine the parts.
@@ -91,8 +90,8 @@ class DistributedValues:
         raise NotImplementedError(f"{type(self).__name__}.values is not defined")
 
     def __repr__(self) -> str:
-        """Reads like TensorFlow's: ``PerReplica:{0: …, 1: …}``; shapes alone of a batch, or in a trace."""
-        if not at_top_level() or self._size() > _MOST_SHOWN:
+        """As TensorFlow's, ``PerReplica:{0: …, 1: …}``; only shapes if it is large or traced."""
+        if not at_top_level() or self._size() > _MAX_SHOWN_NUMBERS:
             return self._described()
         try:
             shown = [v if is_key(v) else np.asarray(v) for v in self.values]
@@ -104,14 +103,14 @@ class DistributedValues:
         return f"PerReplica:{{{parts}}}"
 
     def __format__(self, spec: str) -> str:
-        """Formats as ``str`` does; a TypeError for a format of numbers, such as ``.3f``."""
+        """Formats as ``str`` does; a format of numbers, such as ``.3f``, is a TypeError."""
         return format(str(self), spec) if not spec or spec[-1] == "s" else _no_arithmetic(self)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name not in _ARRAY_ATTRIBUTES:
             raise missing("jax.Array", f"{type(self).__name__!r} object", name, self)
         raise PerReplicaAttributeError(
-            f"{self._described()} has no {name!r}: it holds one value for each replica.\n{_USE}"
+            f"{self._described()} has no {name!r}: it holds one value for each replica.\n{_HOW_TO_COMBINE}"
         )
 
     def _described(self) -> str:
@@ -193,10 +192,10 @@ class PerReplica(DistributedValues):
         return f"PerReplica of {num_replicas(self.mesh)} × {self.dtype}[{shape}]"
 
     def _size(self) -> int:
-        return int(getattr(self.global_array, "size", _MOST_SHOWN + 1))
+        return int(getattr(self.global_array, "size", _MAX_SHOWN_NUMBERS + 1))
 
     def check_rows_known(self) -> None:
-        """Raises where it is not known which rows of a result are real examples."""
+        """Raises if it is not known which rows of a result are real examples."""
         if self.ambiguous is not None:
             raise PerReplicaError(self.ambiguous)
 
@@ -206,7 +205,7 @@ class PerReplica(DistributedValues):
 
 
 class UnevenPerReplica(PerReplica):
-    """A per-replica value made on the host from parts of different shapes, one array a replica."""
+    """A per-replica value made on the host from arrays of different shapes, one for each replica."""
 
     def __init__(self, parts: Sequence[jax.Array], mesh: Mesh) -> None:
         self.parts = tuple(parts)
@@ -235,7 +234,7 @@ class UnevenPerReplica(PerReplica):
 
 
 def _local_shards(array: jax.Array, mesh: Mesh) -> list[tuple[int, jax.Array]]:
-    """Returns (replica, shard) for each replica of this process: that on its first core."""
+    """Returns (replica, shard) for each replica of this process, with the shard on its first core."""
     share, cores = array.shape[0] // num_replicas(mesh), cores_per_replica(mesh)
     each = replicas_per_device(mesh)
     shards: dict[int, jax.Array] = {}
@@ -267,38 +266,38 @@ jax.tree_util.register_pytree_node(
 
 
 class ArrayNotes:
-    """What is known of arrays, as long as they live; by identity, since arrays cannot be hashed."""
+    """A weak dict of arrays, by identity since they are not hashable, to notes."""
 
     def __init__(self) -> None:
         self._notes: dict[int, tuple[weakref.ref[Any], Any]] = {}
-        self._enough = 1024
+        self._cleanup_size = 1024
 
     def add(self, arrays: Iterable[jax.Array], note: Any = None) -> None:
-        """Notes something about each of several arrays."""
+        """Sets the note of several arrays."""
         self._notes.update((id(array), (weakref.ref(array), note)) for array in arrays)
-        if len(self._notes) > self._enough:
+        if len(self._notes) > self._cleanup_size:
             for key, (ref, _) in list(self._notes.items()):
                 if ref() is None:
                     self._notes.pop(key, None)
-            self._enough = max(1024, 2 * len(self._notes))
+            self._cleanup_size = max(1024, 2 * len(self._notes))
 
     def __contains__(self, array: object) -> bool:
         entry = self._notes.get(id(array))
         return entry is not None and entry[0]() is array
 
     def note(self, array: Any) -> Any:
-        """Returns what was noted of an array, which must be among them."""
+        """Returns the note of an array that is contained."""
         return self._notes[id(array)][1]
 
 
 _mirrored = ArrayNotes()
-_latest: deque[tuple[list[weakref.ref[jax.Array]], str | None]] = deque()
-_MOST_LATEST = 64
+_pending: deque[tuple[list[weakref.ref[jax.Array]], str | None]] = deque()
+_MAX_PENDING = 64
 
 
 class _MirroredType(type):
     def __instancecheck__(cls, value: object) -> bool:
-        return value in _marks()
+        return value in _mirrored_arrays()
 
 
 class Mirrored(metaclass=_MirroredType):
@@ -312,32 +311,32 @@ class Mirrored(metaclass=_MirroredType):
 
 
 def mark_mirrored(array: jax.Array, step: str | None) -> jax.Array:
-    """Remembers, while the array lives, that every replica of a step produced this very value."""
+    """Records, for the lifetime of the array, that a step proved it equal on all replicas."""
     mark_all_mirrored([array], step)
     return array
 
 
 def mark_all_mirrored(arrays: Sequence[jax.Array], step: str | None) -> None:
-    """Remembers it of several arrays; most are gone before anyone asks, when they are entered by id."""
-    _latest.append((list(map(weakref.ref, arrays)), step))
-    if len(_latest) > _MOST_LATEST:
-        _marks()
+    """Records it for several arrays; they are only queued, since most die before anybody asks."""
+    _pending.append((list(map(weakref.ref, arrays)), step))
+    if len(_pending) > _MAX_PENDING:
+        _mirrored_arrays()
 
 
-def _marks() -> ArrayNotes:
+def _mirrored_arrays() -> ArrayNotes:
     """Returns the arrays known to be mirrored, with the names of their steps."""
-    for _ in range(len(_latest)):
+    for _ in range(len(_pending)):
         with suppress(IndexError):  # another thread was first
-            refs, step = _latest.popleft()
+            refs, step = _pending.popleft()
             _mirrored.add([array for ref in refs if (array := ref()) is not None], step)
     return _mirrored
 
 
 @contextmanager
 def reading(value: Any) -> Iterator[None]:
-    """Names the step that gave a value, where it is known by now that the step failed.
+    """Turns the error of a failed step into one that names the step, in a block that reads its result.
 
-    Steps run in the background, and this does not wait for them.
+    Steps run in the background; this does not wait for them.
     """
     array = getattr(value, "global_array", value)
     if is_donated(array):
@@ -350,15 +349,15 @@ def reading(value: Any) -> Iterator[None]:
             array.block_until_ready()
         yield
     except jax.errors.JaxRuntimeError as error:
-        step = step_of(value) or "The step that gave a value"
+        step = step_of(value) or "The step that returned a value"
         raise StepFailedError(
-            f"{step}, or a step that it got values from, failed while it ran, so its results cannot "
+            f"{step}, or a step whose results it used, failed while it ran, so its results cannot "
             f"be read. The reason: {error_text(error)}"
         ) from error
 
 
 def step_of(value: Any) -> str | None:
-    """Returns the name of the step that gave a value, where it is known."""
+    """Returns the name of the step that returned a value, if it is known."""
     if isinstance(value, Mirrored):
         name: str | None = _mirrored.note(value)
         return name

@@ -1,4 +1,4 @@
-"""What TensorFlow has in ``tf.distribute.experimental``, under the same names."""
+"""The names of ``tf.distribute.experimental``."""
 
 from typing import TYPE_CHECKING
 

@@ -58,7 +58,7 @@ class Worker:
         notice: ray.actor.ActorHandle,
         options: argparse.Namespace,
     ) -> str:
-        """Trains as one process of a job; returns a hash of the weights, or nothing where it was stopped."""
+        """Trains as one process of a job; returns a hash of the weights, or None if it was stopped."""
         os.environ.update(variables)  # as torchrun sets them
         strategy = dj.MultiWorkerMirroredStrategy()
         try:
@@ -71,14 +71,14 @@ class Worker:
 
 
 def room(options: argparse.Namespace) -> int:
-    """Returns for how many workers the nodes have room, up to the largest number."""
+    """Returns how many workers fit on the nodes, up to the largest number."""
     name, each = ("GPU", options.gpus) if options.gpus else ("CPU", 1)
     alive = [node["Resources"].get(name, 0) for node in ray.nodes() if node["Alive"]]
     return min(sum(int(resources // each) for resources in alive), options.max_workers)
 
 
 def attempt(count: int, options: argparse.Namespace) -> str:
-    """Trains with so many workers; returns a hash of the weights, or nothing where all should start again."""
+    """Trains with this many workers; returns a hash of the weights, or None if all should start again."""
     notice = ray.remote(Notice).options(num_cpus=0).remote()
     actor = ray.remote(Worker).options(num_cpus=1, num_gpus=options.gpus)
     workers = [actor.remote() for _ in range(count)]

@@ -35,7 +35,7 @@ BATCH_SIZE = 64
 
 
 def batches_of_worker(data: Digits) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields whole batches for ever, in an order that is another on each worker."""
+    """Yields full batches forever, in an order that differs between workers."""
     worker, epoch = experimental_get_current_worker_index(), 0
     while True:
         for x, y in data.batches(BATCH_SIZE, seed=1000 * worker + epoch):

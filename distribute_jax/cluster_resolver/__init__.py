@@ -1,8 +1,8 @@
 """Cluster resolvers: which processes a job has, which one this is, and how they reach each other.
 
-One file for each kind of cluster, as in ``tf.distribute.cluster_resolver``, and ``_launchers`` for those
-that JAX users have. ``_base`` holds the base class, ``_spec`` the jobs and addresses of a cluster,
-``_detect`` the order in which ``detect()`` tries the resolvers, ``_http`` the requests to Google's services.
+One file for each kind of cluster, as in ``tf.distribute.cluster_resolver``, and ``_launchers`` for torchrun,
+Open MPI and our own launcher. ``_base`` has the base class, ``_spec`` the jobs and addresses of a cluster,
+``_detect`` the order of detection, ``_http`` the requests to Google's services.
 """
 
 from distribute_jax._lazy import public_names, publish

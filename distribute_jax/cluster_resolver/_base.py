@@ -45,10 +45,10 @@ class ClusterResolver(abc.ABC):
     """
 
     variables: ClassVar[tuple[str, ...]] = ()
-    """The environment variables that, all together, show that a process is in such a cluster."""
+    """The environment variables that are all set if a process is in such a cluster."""
 
     _hint: ClassVar[str] = ""
-    """What to do where a variable is missing or malformed."""
+    """What to do if a variable is missing or malformed."""
 
     _task_type: str | None = None
     _task_id: int | None = None
@@ -61,14 +61,14 @@ class ClusterResolver(abc.ABC):
     def is_present(cls) -> bool:
         """Returns whether this process runs in such a cluster: whether all ``variables`` are set.
 
-        Always False for a resolver that gets the cluster as an argument.
+        Always False for a resolver that takes the cluster as an argument.
         """
         return bool(cls.variables) and all(name in os.environ for name in cls.variables)
 
     _SET_TASK = (
         "Set both on the resolver, for example resolver.task_type, resolver.task_id = 'worker', 0."
     )
-    """What to do where the cluster is known and this process's task is not."""
+    """What to do if the cluster is known but not the task of this process."""
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
@@ -200,14 +200,14 @@ class ClusterResolver(abc.ABC):
         return None
 
     def _detected_task(self) -> tuple[str | None, int | None]:
-        """Returns the task that this process is, as far as the environment says so."""
+        """Returns the task of this process according to the environment."""
         return None, None
 
     def _detected_rpc_layer(self) -> str | None:
         return None
 
     def _default_task(self) -> tuple[str | None, int | None]:
-        """Returns the task whose address ``master()`` returns."""
+        """Returns the task whose address ``master()`` returns by default."""
         return self.task_type, self.task_id
 
     def _accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:

@@ -36,7 +36,7 @@ _LOOKS_FOR = {
     TFConfigClusterResolver: "TF_CONFIG with a cluster",
     TPUClusterResolver: "TPU_WORKER_HOSTNAMES and TPU_WORKER_ID, or the chips of a TPU VM and libtpu",
 }
-"""For resolvers that look for something else than their ``variables``."""
+"""What resolvers look for, if it is not just their ``variables``."""
 
 
 def detect() -> ClusterResolver:
@@ -65,7 +65,7 @@ def detect() -> ClusterResolver:
         if resolver.is_present():
             return resolver()
     raise NoClusterError(
-        "No cluster was found around this process. Looked for, in this order:\n"
+        "No cluster was detected. Looked for, in this order:\n"
         + "\n".join(f"  {resolver.__name__}: {_looked_for(resolver)}" for resolver in ORDER)
         + "\nStart the program with one of these, or describe the cluster: dj.cluster_resolver."
         "SimpleClusterResolver(dj.cluster_resolver.ClusterSpec({'worker': ['host0:2222', 'host1:2222']}), "

@@ -14,7 +14,7 @@ from distribute_jax.cluster_resolver._http import google_service, metadata_serve
 from distribute_jax.cluster_resolver._spec import ClusterSpec
 
 API_ROOT = "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE"
-"""The variable by which gcloud, too, uses another Compute Engine API."""
+"""gcloud's variable for the endpoint of the Compute Engine API."""
 _API = "https://compute.googleapis.com/compute/v1/"
 
 

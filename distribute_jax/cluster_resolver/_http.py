@@ -1,4 +1,4 @@
-"""HTTP requests to the services of Google Cloud and to its metadata server, by requests and google-auth."""
+"""HTTP requests to Google Cloud's APIs and metadata server, with requests and google-auth."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Service:
 
 
 def retry_policy() -> Any:
-    """Returns urllib3's policy: retry services that are busy or starting, not those that do not answer."""
+    """Returns urllib3's policy to retry services that are busy, but not those that do not answer."""
     from urllib3 import Retry
 
     return Retry(
@@ -81,7 +81,7 @@ def retry_policy() -> Any:
 
 
 def metadata_server(timeout: float) -> Service:
-    """Returns the metadata server of this machine, or the one that the environment names."""
+    """Returns the metadata server, at the address that GCE_METADATA_HOST may override."""
     try:
         from requests import RequestException, Session
     except ImportError as error:
@@ -89,7 +89,7 @@ def metadata_server(timeout: float) -> Service:
     host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
     session = Session()
     session.headers["Metadata-Flavor"] = "Google"
-    session.trust_env = False  # no proxy: the server is beside this machine
+    session.trust_env = False  # no proxy: the server is link-local
     return Service(
         name="The metadata server",
         root=f"http://{host}/computeMetadata/v1",
@@ -101,7 +101,7 @@ def metadata_server(timeout: float) -> Service:
 
 
 def google_service(name: str, root: str, credentials: Any, timeout: float) -> Service:
-    """Returns a service of Google, asked with 'default' credentials, None, a token or google-auth's."""
+    """Returns a Google API, authorized by 'default' credentials, none, a token or google-auth's."""
     try:
         import google.auth
         from google.auth.credentials import AnonymousCredentials, Credentials
@@ -145,5 +145,5 @@ def _with_retries(session: Any) -> Any:
 
 def _missing(packages: str) -> MissingPackageError:
     return MissingPackageError(
-        f"Google Cloud is asked with {packages}: pip install 'distribute-jax[gcp]'."
+        f"Requests to Google Cloud need {packages}: pip install 'distribute-jax[gcp]'."
     )

@@ -1,4 +1,4 @@
-"""Resolves the pods of a Kubernetes job.
+"""The pods of a Kubernetes Job or JobSet, or those that labels select.
 
 The pods of a Job ``train`` whose template has the subdomain ``pods`` have the names ``train-0.pods``,
 ``train-1.pods``, …; those of a JobSet ``big`` with the replicated job ``slice`` ``big-slice-0-0.big``,
@@ -28,7 +28,7 @@ _LABELS = {WORKER: ["job-name=tensorflow"]}
 _JOB_SET = "jobset.sigs.k8s.io/"
 _SECONDS = 10.0
 _RIGHTS = (
-    "A pod may ask if its service account has a Role with the verbs get and list on pods and jobs."
+    "The service account of the pod needs a Role with the verbs get and list on pods and jobs."
 )
 
 
@@ -130,7 +130,7 @@ class KubernetesClusterResolver(ClusterResolver):
         return self._may_be_indexed and INDEX in os.environ
 
     def _indexed(self) -> tuple[list[str], int]:
-        """Returns the addresses of the pods of the Job, and the number of this one."""
+        """Returns the addresses of the pods of the Job, and the index of this pod."""
         if not {NUM_PROCESSES, COORDINATOR} <= os.environ.keys():
             return self._from_job()
         rank_name = "PROCESS_ID" if "PROCESS_ID" in os.environ else INDEX
@@ -179,7 +179,7 @@ class KubernetesClusterResolver(ClusterResolver):
         if self._client is not None:
             return self._client.list_pod_for_all_namespaces(label_selector=selector)
         namespace = "" if self._is_off_cluster else _namespace()
-        if namespace:  # a service account seldom may list the pods of all namespaces
+        if namespace:  # service accounts are seldom allowed to list the pods of all namespaces
             return self._ask("CoreV1Api", "list_namespaced_pod", namespace, label_selector=selector)
         return self._ask("CoreV1Api", "list_pod_for_all_namespaces", label_selector=selector)
 
@@ -190,7 +190,7 @@ class KubernetesClusterResolver(ClusterResolver):
             from urllib3.exceptions import HTTPError
         except ImportError as error:
             raise MissingPackageError(
-                "KubernetesClusterResolver asks the API through the package kubernetes: "
+                "KubernetesClusterResolver needs the package kubernetes for requests to the API: "
                 f"pip install 'distribute-jax[kubernetes]', or set {NUM_PROCESSES} and {COORDINATOR}."
             ) from error
         configuration = client.Configuration()
@@ -239,8 +239,8 @@ def _check_job(name: str, pods: int, parallelism: int, subdomain: str | None) ->
     text = f"KubernetesClusterResolver: the Job {name!r}"
     if pods != parallelism:
         raise ClusterError(
-            f"{text} has {pods} completions and runs {parallelism} at a time, so its pods could never meet. "
-            "Set spec.parallelism to spec.completions."
+            f"{text} has {pods} completions and runs {parallelism} at a time, so its pods never all run at "
+            "once. Set spec.parallelism to spec.completions."
         )
     if not subdomain:
         raise ClusterError(

@@ -46,7 +46,7 @@ class RankClusterResolver(ClusterResolver):
 
     @abc.abstractmethod
     def _first_address(self) -> str:
-        """Returns the address of rank 0, empty where it is not known."""
+        """Returns the address of rank 0; empty if it is not known."""
 
     def _detected_task(self) -> tuple[str | None, int | None]:
         return WORKER, self._rank_and_size(*self._rank_names)[0]
@@ -180,7 +180,7 @@ def parse_launcher(uri: str) -> str:
     return f"{host}:{_PORTS[int(match['job']) // len(_PORTS) % len(_PORTS)]}"
 
 
-_POLL = 0.02
+_POLL_SECONDS = 0.02
 
 
 class LaunchedClusterResolver(RankClusterResolver):
@@ -244,7 +244,7 @@ class LaunchedClusterResolver(RankClusterResolver):
                     f"address of process 0, and {file} is missing. Process 0 has ended, or has not yet asked "
                     "for the coordinator: make the strategy in every process, and as the first thing."
                 )
-            time.sleep(_POLL)
+            time.sleep(_POLL_SECONDS)
         return file.read_text()
 
 
@@ -254,7 +254,7 @@ def _publish_address(file: Path, host: str) -> str:
     address = _free_address(host)
     part = file.with_name(f".{file.name}-{os.getpid()}")
     part.write_text(address)
-    part.replace(file)  # nobody sees it half written
+    part.replace(file)  # atomic: no process reads half an address
     return address
 
 
@@ -263,7 +263,7 @@ def _free_address(host: str) -> str:
         family, kind, protocol, _, (address, *_) = socket.getaddrinfo(
             host, 0, type=socket.SOCK_STREAM
         )[0]
-        # Without SO_REUSEPORT the bind fails where another job listens; gRPC's own would not.
+        # Unlike gRPC's own bind, which sets SO_REUSEPORT, this one fails if another job listens there.
         with socket.socket(family, kind, protocol) as probe:
             probe.bind((address, 0))
             port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Clusters that the program itself describes: one cluster spec, or the union of several resolvers."""
+"""Clusters that the program itself describes: a cluster spec, or the union of several resolvers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resolves the tasks of a Slurm step, from Slurm's lists of hosts and task counts.
+"""The tasks of a Slurm step, from Slurm's lists of hosts and task counts.
 
 Samples of a list of hosts::
 
@@ -39,7 +39,7 @@ _PORTS = range(61440, 65536)
 _SECONDS = 10.0
 
 _gpus_before: dict[str, list[str]] = {}
-"""By the value that was set, the GPUs as they were before: a second resolver divides the same ones."""
+"""The GPUs before a resolver set CUDA_VISIBLE_DEVICES, by the value it set: a second one divides them too."""
 
 
 class SlurmClusterResolver(ClusterResolver):
@@ -176,7 +176,7 @@ class SlurmClusterResolver(ClusterResolver):
                 f"SlurmClusterResolver: {PROCID}={self._rank} must be below the number of tasks, "
                 f"{len(self._hosts)}."
             )
-        # With another order of ranks than the computed one the others would connect elsewhere.
+        # In another order of ranks than the computed one, the other tasks would connect to the wrong host.
         host, computed = os.environ.get("SLURMD_NODENAME"), self._hosts[self._rank]
         if host in self._hosts and host != computed:
             raise ClusterError(
@@ -188,7 +188,7 @@ class SlurmClusterResolver(ClusterResolver):
     def _share_of_gpus(
         self, gpus_per_node: int | None, gpus_per_task: int | None, auto_set_gpu: bool
     ) -> int:
-        """Confines this process to its GPUs, if they are not yet divided; returns their number."""
+        """Limits this process to its share of the GPUs, unless Slurm has; returns their number."""
         gpus = visible_gpus()
         busiest = max(self._hosts.count(host) for host in set(self._hosts))
         divided = "SLURM_GPUS_PER_TASK" in os.environ or 0 < len(gpus) < busiest
@@ -219,7 +219,7 @@ def _host_of_each_rank(tasks_on: dict[str, int]) -> list[str]:
 
 
 def _by_numbers(host: str) -> list[tuple[int, str]]:
-    """Sorts node2 before node10, as Slurm does."""
+    """A sort key that puts node2 before node10, as Slurm does."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", host)]
 
 
@@ -230,7 +230,7 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Returns the hosts of a list, in its order; digits keep their zeros in front."""
+    """Returns the hosts of a list, in order and with leading zeros."""
     return [host for part in _OUTSIDE_BRACKETS.split(text.strip()) for host in _hosts(part, text)]
 
 
@@ -258,7 +258,7 @@ def _hosts(part: str, text: str) -> list[str]:
 
 
 def _choices(inside: str, text: str) -> list[str]:
-    """Returns what a bracket stands for: ``1-3,05-07,9`` is 1 2 3 05 06 07 9."""
+    """Expands the inside of a bracket: ``1-3,05-07,9`` is 1 2 3 05 06 07 9."""
     choices: list[str] = []
     for item in inside.split(","):
         first, _, last = item.partition("-")
@@ -279,9 +279,9 @@ def _malformed(text: str, part: str) -> ArgumentError:
 
 
 def visible_gpus() -> list[str]:
-    """Returns the GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES takes.
+    """Returns the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES.
 
-    Where the variable is not set, these are all that ``nvidia-smi`` lists; none without that program.
+    If the variable is not set, they are those that ``nvidia-smi`` lists; none without that program.
     """
     listed = os.environ.get(CUDA_VISIBLE_DEVICES)
     if listed is None:
@@ -289,7 +289,7 @@ def visible_gpus() -> list[str]:
     if listed in _gpus_before:
         return _gpus_before[listed]
     names = [name.strip() for name in listed.split(",") if name.strip()]
-    # CUDA ignores the names after the first that is not a GPU; -1 and NoDevFiles are such on purpose.
+    # CUDA ignores all names after the first invalid one; -1 and NoDevFiles hide GPUs on purpose.
     ends = [i for i, name in enumerate(names) if name in {"-1", "NoDevFiles"}]
     return names[: ends[0]] if ends else names
 

@@ -1,4 +1,4 @@
-"""Which jobs a cluster has, and at which address each task of a job is."""
+"""The jobs of a cluster, and the addresses of their tasks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
 
 Tasks: TypeAlias = Mapping[int, str] | Sequence[str]
-"""The addresses of a job: a list, or a dict from the index of a task."""
+"""The addresses of a job: a list, or a dict by task index."""
 
 
 class ClusterSpec:

@@ -1,4 +1,4 @@
-"""Resolves the cluster that the environment variable TF_CONFIG describes.
+"""The cluster that the environment variable TF_CONFIG describes.
 
 A complete value::
 
@@ -20,7 +20,6 @@ from distribute_jax.cluster_resolver._base import ClusterResolver
 from distribute_jax.cluster_resolver._spec import ClusterSpec
 
 TF_CONFIG = "TF_CONFIG"
-
 
 _EXAMPLE = (
     'TF_CONFIG=\'{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
@@ -178,7 +177,7 @@ def _text(config: Mapping[str, Any], name: str, part: str) -> str | None:
 
 
 def _index(value: Any, part: str) -> int:
-    """Returns an index, which TensorFlow also takes as a string of digits."""
+    """Returns an index; TensorFlow accepts digits in a string too."""
     if not str(value).isdecimal():
         raise _malformed(part, value, "an int >= 0")
     return int(value)

@@ -34,18 +34,18 @@ COORDINATOR = "MEGASCALE_COORDINATOR_ADDRESS"
 NUM_SLICES = "MEGASCALE_NUM_SLICES"
 SLICE_ID = "MEGASCALE_SLICE_ID"
 API_ROOT = "CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU"
-"""The variable by which gcloud, too, uses another Cloud TPU API."""
+"""gcloud's variable for the endpoint of the Cloud TPU API."""
 
 _API = "https://tpu.googleapis.com/"
 _ATTRIBUTES = "/instance/attributes/"
 _CHIPS = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
-"""The devices of the chips of a TPU VM, and others; hence libtpu has to be installed too."""
+"""The device files of TPU chips; other devices have such names too, so libtpu is looked for as well."""
 _LOCAL = ("", "local")
 _LAYER = "grpc://"
 _PORT = 8470
-"""The port of TensorFlow on each host."""
+"""TensorFlow's port on each host."""
 _COORDINATOR_PORT = 8482
-"""The port of JAX's own detection; libtpu and TensorFlow use ports below."""
+"""As in JAX's own detection; libtpu and TensorFlow use ports below."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class TPUClusterResolver(ClusterResolver):
     def _detected_task(self) -> tuple[str | None, int | None]:
         if self._tpu in _LOCAL:
             return self._job_name, 0
-        # A TPU known by its name, or by its addresses, is one slice.
+        # A TPU with a name, or whose addresses are passed, is one slice.
         first_host = self._slice.first_host if self._tpu is None else 0
         return self._job_name, first_host + self._slice.host_id
 
@@ -230,7 +230,7 @@ class TPUClusterResolver(ClusterResolver):
         return addresses
 
     def _node(self) -> dict[str, Any]:
-        """Returns what the Cloud TPU API knows of a TPU by its name."""
+        """Returns the Cloud TPU API's description of the TPU."""
         project, zone = self._project, self._zone
         if project is None or zone is None:
             server = metadata_server(self._timeout)
@@ -250,7 +250,7 @@ class TPUClusterResolver(ClusterResolver):
 
 
 class _Slice(NamedTuple):
-    """What a host of a TPU slice knows of all slices."""
+    """The hosts of all slices, as a host of one slice knows them."""
 
     addresses: list[str]
     """The addresses of the hosts of all slices, slice by slice; empty where they are not known."""

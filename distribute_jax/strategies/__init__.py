@@ -1,4 +1,4 @@
-"""One file for each strategy: its mesh and its choices; the base class derives the rest."""
+"""The strategies, one in each file: a mesh and a few options, from which the base class derives the rest."""
 
 from distribute_jax.strategies import _current as _current
 from distribute_jax.strategies._base import Strategy as Strategy, ValueContext as ValueContext

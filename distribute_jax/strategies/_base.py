@@ -1,4 +1,4 @@
-"""The base of all strategies: a mesh and a few choices; everything else is derived and final."""
+"""The base class of strategies: a mesh and a few options, from which everything else is derived."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from distribute_jax.strategies._cross_replica import (
 from distribute_jax.strategies._devices import (
     check_memory_kind,
     checked_axis_name,
-    note_flags_too_late,
+    log_flags_too_late,
 )
 from distribute_jax.strategies._extended import StrategyExtended
-from distribute_jax.strategies._input import InputMethods, values_of_replicas
+from distribute_jax.strategies._input import InputMethods, values_from_function
 from distribute_jax.strategies._model_methods import ModelMethods
 from distribute_jax.strategies._scope import Scope
-from distribute_jax.strategies._v1_names import OlderNames
+from distribute_jax.strategies._v1_names import V1Methods
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ValueContext:
     """N."""
 
 
-class Strategy(InputMethods, ModelMethods, OlderNames):
+class Strategy(InputMethods, ModelMethods, V1Methods):
     """Where state is stored and where a step runs: a mesh of replicas.
 
     Pick one of the subclasses, build the model under :meth:`scope`, write the step for one replica,
@@ -64,7 +64,7 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
 
     _resolver: ClusterResolver | None = None
     _keeps_local_values = True
-    """Whether a replica can have values that the others do not have."""
+    """False if the step of a replica cannot keep values that differ from those of other replicas."""
 
     if not TYPE_CHECKING:
         __getattr__ = answering("dj.Strategy")
@@ -92,15 +92,15 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
             mesh: the devices; one replica for each index along ``"data"``.
             steps_in_flight: how many steps may be unfinished; None for 2 on CPU, no limit elsewhere.
             parameter_device: where state is stored between steps; None for mirrored over the mesh.
-            shared: the kinds of variables of which each replica keeps its share.
-            rules: what divides the model over the devices of each replica.
-            shard_over: how many devices that follow each other share the state; None for all.
-            gathers_once: whether what a step has gathered is kept for its backward pass.
-            optimizer_memory_kind: the memory that the state of optimizers is in between steps; None for
+            shared: the kinds of variables that are sharded over the replicas.
+            rules: how the model is sharded over the devices of each replica.
+            shard_over: how many consecutive devices shard the state; None for all.
+            gathers_once: whether weights that a step has gathered are kept for its backward pass.
+            optimizer_memory_kind: the memory that stores the state of optimizers between steps; None for
                 the devices' default memory.
             axis_name: how code in ``run`` names the axis of the replicas, beside ``"data"``.
         """
-        note_flags_too_late()
+        log_flags_too_late()
         name = type(self).__name__
         memory = f"{name}: optimizer_memory_kind"
         check_memory_kind(memory, optimizer_memory_kind, mesh.local_devices[0])
@@ -134,7 +134,7 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
     def num_replicas_in_sync(self) -> int:
         """The number of replicas whose gradients are combined."""
         top = _frames.entered()
-        # A step that is compared with one device runs there as one replica, and plans are for any number.
+        # verify runs the step as one replica, and plan for any number of them.
         if top is not None and getattr(top.strategy, "stands_for", None) is self:
             return int(top.strategy.num_replicas_in_sync)
         return num_replicas(self._mesh)
@@ -268,27 +268,27 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
         return self._runner.steps(fn, iterator, steps, options)
 
     _max_pending = 0
-    """How many steps :meth:`_dispatch` may leave unfinished whose results are to come."""
+    """How many results of :meth:`_dispatch` may be pending."""
 
     def _dispatch(
         self, fn: StepFunction, batches: Iterator[PyTree], steps: int, options: RunOptions | None
     ) -> PyTree:
-        """Runs up to ``steps`` batches of a training loop, and returns their results, maybe to come."""
+        """Runs up to ``steps`` batches of a training loop; their results may be pending, see ``_fetch``."""
         if steps == 1:
             return self.run(fn, args=next(batches), options=options)
         return self.run_steps(fn, batches, steps, options)
 
     def _fetch(self, results: PyTree) -> PyTree:
-        """Waits for what :meth:`_dispatch` returned."""
+        """Waits for results of :meth:`_dispatch`."""
         return results
 
     def _sync_state(self, variables: Sequence[nnx.Variable[Any]] | None = None) -> None:
-        """Lets variables hold what dispatched steps have left, for None after waiting for all of them."""
+        """Writes the state after the dispatched steps back to variables; None waits for all steps first."""
         if variables is None:
             self._runner.look_at_guards()
 
     def _non_batched_results(self, fn: StepFunction, args: tuple[Any, ...]) -> list[str]:
-        """Names the results of a step that do not have one row for each example."""
+        """Returns the names of results of a step that do not have one row for each example."""
         return self._runner.find_non_batched_results(fn, args)
 
     @final
@@ -400,7 +400,7 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#experimental_distribute_values_from_function
         """
         self._enter_program("strategy.experimental_distribute_values_from_function")
-        return values_of_replicas(value_fn, ValueContext, self._mesh)
+        return values_from_function(value_fn, ValueContext, self._mesh)
 
     @final
     def barrier(self, name: str, timeout: float | None = None) -> None:
@@ -451,7 +451,7 @@ class Strategy(InputMethods, ModelMethods, OlderNames):
         return f"{type(self).__name__}([{names}]{sharded}{groups}{several})"
 
     def _enter_program(self, name: str) -> None:
-        """Checks a method that starts a program, or makes data."""
+        """Checks the context of a method that starts a program or makes data."""
         _context.require_outside_step(name)
         self._enter_method(name)
 

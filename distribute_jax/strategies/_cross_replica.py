@@ -1,4 +1,4 @@
-"""Reductions and gathers of per-replica values outside ``run``: compiled, cached functions."""
+"""``reduce``, ``gather`` and local results of per-replica values, outside ``run``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from distribute_jax.processes import describe_processes, doing, job_of
 from distribute_jax.program import MergedValues, is_runtime_failure
 from distribute_jax.variables import Variable, mesh_of_components, on_replicas, readable_raw
 
-_EQUAL = (
+_SUM_OF_EQUAL = (
     "strategy.reduce('sum', ...) got a result of %s that is equal on every replica, and adds it up for each "
     "of the %d replicas: %d times the value, as in TensorFlow. What the step has reduced already is used as "
     "it is, such as float(loss)."
@@ -59,19 +59,19 @@ Axes = tuple[int, ...] | None
 
 
 def reduce_values(op: ReduceOp, values: Sequence[Any], axis: Any, mesh: Mesh) -> list[jax.Array]:
-    """Combines each of several leaves over the replicas, and over its dims where ``axis`` names some.
+    """Reduces leaves over the replicas, and over the dims that ``axis`` names.
 
-    What is one array over all replicas, as gradients are, goes through one program.
+    All leaves that are one array over all replicas, such as gradients, are reduced by one program.
     """
     axes = _as_axes(axis)
-    pairs = [_read(value, mesh) for value in values]
+    pairs = [_unwrap(value, mesh) for value in values]
     leaves, equal = [_summable(op, value, mesh) for value, _ in pairs], [e for _, e in pairs]
     results: dict[int, jax.Array] = {}
     by_mesh: dict[Mesh, list[int]] = {}
-    with with_all_processes("strategy.reduce", mesh), ExitStack() as stack:
+    with naming_other_processes("strategy.reduce", mesh), ExitStack() as stack:
         for i, leaf in enumerate(leaves):
             stack.enter_context(reading(leaf))
-            if _is_global(leaf):
+            if _is_one_array(leaf):
                 by_mesh.setdefault(leaf.mesh, []).append(i)
             else:
                 results[i] = _reduce(op, leaf, axes, num_replicas(mesh), equal[i])
@@ -82,39 +82,39 @@ def reduce_values(op: ReduceOp, values: Sequence[Any], axis: Any, mesh: Mesh) ->
 
 
 def _summable(op: ReduceOp, value: Any, mesh: Mesh) -> Any:
-    """Returns a leaf that can be summed; logs what it may count too often."""
+    """Returns a leaf after checking that it can be reduced; logs if it seems to be reduced twice."""
     value = check_int_range(value, "strategy.reduce")
     if is_key(getattr(value, "global_array", value)):
         raise ArgumentError(
             "strategy.reduce got random keys, which have no sum and no mean. Get each replica's with "
             "strategy.experimental_local_results(keys), or join them with strategy.gather(keys, axis=0)."
         )
-    if _is_global(value):
+    if _is_one_array(value):
         arrays: Sequence[Any] = [jax.ShapeDtypeStruct(value.part_shape, value.dtype)]
     else:
         arrays = value.values if isinstance(value, DistributedValues) else [value]
     check_summable((("the value", array) for array in arrays), "strategy.reduce")
     replicas, step, mirrored = num_replicas(mesh), step_of(value), isinstance(value, Mirrored)
     if mirrored and op is ReduceOp.SUM:
-        # Counts are to be added up; other numbers the step may have added up already.
+        # Integers are mostly counts, which are meant to be added up; floats were often reduced in the step.
         if step and replicas > 1 and jnp.issubdtype(value.dtype, jnp.inexact):
-            log_once(_EQUAL, step, replicas, replicas, about=step)
+            log_once(_SUM_OF_EQUAL, step, replicas, replicas, about=step)
     elif op is ReduceOp.MEAN and isinstance(value, PerReplica) and value.is_part_of_mean:
         log_once(_MEAN_OF_PARTS, value.step, replicas, about=value.step)
     return value
 
 
-def _is_global(value: Any) -> bool:
-    """Returns whether a value is one array with a part for each replica."""
+def _is_one_array(value: Any) -> bool:
+    """True for a per-replica value that is one global array."""
     return isinstance(value, PerReplica) and not isinstance(value, UnevenPerReplica)
 
 
 def gather_value(value: Any, axis: int, mesh: Mesh) -> jax.Array:
-    """Joins one leaf of all replicas along a dim."""
-    value, is_equal = _read(value, mesh)
+    """Concatenates one leaf of all replicas along a dim."""
+    value, is_equal = _unwrap(value, mesh)
     value = check_int_range(value, "strategy.gather")
-    with with_all_processes("strategy.gather", mesh), reading(value):
-        if _is_global(value):
+    with naming_other_processes("strategy.gather", mesh), reading(value):
+        if _is_one_array(value):
             return _gather_global(value, axis)
         if isinstance(value, DistributedValues):
             return _gather_parts(value.values, axis)
@@ -127,8 +127,8 @@ def gather_value(value: Any, axis: int, mesh: Mesh) -> jax.Array:
 
 
 def local_values(value: Any, mesh: Mesh) -> list[Any] | None:
-    """Returns this process's parts of one leaf, or None for a value that is not distributed."""
-    value, is_equal = _read(value, mesh)
+    """Returns this process's parts of one leaf, or None if it is not distributed."""
+    value, is_equal = _unwrap(value, mesh)
     if isinstance(value, DistributedValues):
         if not _frames.in_replica_context():
             _context.require_untraced("strategy.experimental_local_results")
@@ -140,15 +140,15 @@ def local_values(value: Any, mesh: Mesh) -> list[Any] | None:
                 else uncommitted(jax.device_put(part, first))
                 for part in value.values
             ]
-    if is_equal or _is_divided(value):
+    if is_equal or _is_partly_remote(value):
         local = len(local_replicas(mesh))
         with reading(value):
             return [on_host_device(value)] * local
     return None
 
 
-def _read(value: Any, mesh: Mesh) -> tuple[Any, bool]:
-    """Returns a value, of a variable what it holds, and whether that is equal on all replicas."""
+def _unwrap(value: Any, mesh: Mesh) -> tuple[Any, bool]:
+    """Returns a value, or the value of a variable, and whether it is known to be equal on all replicas."""
     if not isinstance(value, nnx.Variable):
         return value, isinstance(value, Mirrored)
     if _context.in_merge_call():
@@ -160,8 +160,8 @@ def _read(value: Any, mesh: Mesh) -> tuple[Any, bool]:
     return raw, isinstance(raw, jax.Array) and not isinstance(raw, jax.core.Tracer)
 
 
-def _is_divided(value: Any) -> bool:
-    """Returns whether no process of a job has all of an array, as of a parameter of a ``TrainState``."""
+def _is_partly_remote(value: Any) -> bool:
+    """True for an array that is sharded over processes, such as a parameter of a ``TrainState``."""
     if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
         return False
     return not (value.is_fully_addressable or value.is_fully_replicated)
@@ -173,7 +173,7 @@ def _of_traced_variable(variable: nnx.Variable[Any]) -> Any:
     if not isinstance(raw, jax.Array):
         return raw
     replicas = _frames.current().strategy.num_replicas_in_sync
-    # What is written to mirrored variables was combined when it was written.
+    # Mirrored variables were aggregated when they were written.
     differs = not isinstance(variable, Variable) or variable.is_on_read
     return MergedValues(
         stacked_over_replicas(raw) if differs else jnp.stack([raw] * replicas), replicas
@@ -192,7 +192,7 @@ def _as_axes(axis: Any) -> Axes:
 
 
 def _dims(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Turns maybe negative axes into dims of one replica's value."""
+    """Returns sorted non-negative dims of one replica's value; raises if there is no such dim."""
     if axes is None:
         return ()
     ndim = len(shape)
@@ -215,7 +215,7 @@ def _reduce_global(op: ReduceOp, values: Sequence[PerReplica], axes: Axes) -> li
             value.check_rows_known()
         if 0 not in dims and counts is not None and len(set(counts)) > 1:
             raise _uneven([(count, *value.part_shape[1:]) for count in counts], axes)
-        _note_combined(f"strategy.reduce({op.value!r}, axis={axes})", value)
+        _record_action(f"strategy.reduce({op.value!r}, axis={axes})", value)
         kinds.append((dims, value.layout))
     rows = [None if v.counts is None else np.asarray(v.counts, np.int32) for v in values]
     program = _compiled_reduce(op, tuple(kinds), values[0].mesh)
@@ -255,7 +255,7 @@ def _compiled_reduce(
         array: jax.Array, counts: jax.Array | None, kind: tuple[tuple[int, ...], Layout]
     ) -> jax.Array:
         dims, layout = kind
-        parts = _stacked(array, layout, replicas)
+        parts = _as_stacked(array, layout, replicas)
         number: Any = replicas * math.prod(parts.shape[1 + d] for d in dims)
         if counts is not None and 0 in dims:
             rows = jnp.arange(parts.shape[1])[None, :] < counts[:, None]
@@ -281,11 +281,11 @@ def _result_dtype(op: ReduceOp, dtype: Any) -> Any:
 
 
 def _accumulator(op: ReduceOp, dtype: Any) -> Any:
-    """Returns the dtype to add up in: the sum of float16 values may overflow where their mean does not."""
+    """Returns the dtype of the sum, wide enough that the sum of a mean of float16 does not overflow."""
     return wide(_result_dtype(op, dtype))
 
 
-def _stacked(array: jax.Array, layout: Layout, replicas: int) -> jax.Array:
+def _as_stacked(array: jax.Array, layout: Layout, replicas: int) -> jax.Array:
     if layout is Layout.STACKED:
         return array
     return array.reshape(replicas, array.shape[0] // replicas, *array.shape[1:])
@@ -305,7 +305,7 @@ def _reduce_parts(op: ReduceOp, parts: Sequence[jax.Array], axes: Axes) -> jax.A
 
 
 def _reduce(op: ReduceOp, value: Any, axes: Axes, replicas: int, is_equal: bool) -> jax.Array:
-    """Reduces what is not one array over all replicas."""
+    """Reduces a leaf that is not one array over all replicas."""
     if isinstance(value, DistributedValues):
         return _reduce_parts(op, value.values, axes)
     with converting("strategy.reduce: value", value):
@@ -329,12 +329,12 @@ def _reduce(op: ReduceOp, value: Any, axes: Axes, replicas: int, is_equal: bool)
 
 
 def is_value(leaf: Any) -> bool:
-    """Returns whether a node of a pytree is combined as one leaf."""
+    """True for a node of a pytree that is one leaf of ``reduce`` and ``gather``."""
     return isinstance(leaf, (DistributedValues, nnx.Variable))
 
 
-def _note_combined(what: str, value: PerReplica) -> None:
-    """Notes what the processes of a job combine together, so that they notice where they do not."""
+def _record_action(what: str, value: PerReplica) -> None:
+    """Records a collective in the log of actions by which diverged processes are detected."""
     job = job_of(value.mesh)
     if not job.is_alone:
         rows = "" if value.counts is None else f", of which {list(value.counts)} rows are examples"
@@ -348,7 +348,7 @@ def _gather_global(value: PerReplica, axis: int) -> jax.Array:
     counts = value.counts
     if counts is not None and dim != 0 and len(set(counts)) > 1:
         raise _unjoinable([(count, *value.part_shape[1:]) for count in counts], axis)
-    _note_combined(f"strategy.gather(axis={axis})", value)
+    _record_action(f"strategy.gather(axis={axis})", value)
     function = _compiled_gather(dim, value.layout, value.mesh, counts)
     with outside_mesh():
         return on_host_device(wait_on_cpu(function(value.global_array)))
@@ -361,7 +361,7 @@ def _compiled_gather(
     replicas = num_replicas(mesh)
 
     def join(array: jax.Array) -> jax.Array:
-        parts = list(_stacked(array, layout, replicas))
+        parts = list(_as_stacked(array, layout, replicas))
         if counts is not None:
             parts = [part[:count] for part, count in zip(parts, counts, strict=True)]
         return jnp.concatenate(parts, axis=dim)
@@ -388,15 +388,15 @@ def _unjoinable(shapes: Sequence[tuple[int, ...]], axis: int) -> ArgumentError:
 
 
 def on_host_device(array: jax.Array) -> jax.Array:
-    """Returns the whole of an array on this process's first device, where it mixes with anything."""
+    """Returns all of an array on this process's first device, uncommitted, so that it mixes with others."""
     if isinstance(array, jax.core.Tracer):
         return array
     return uncommitted(replicated(array).addressable_data(0))
 
 
 @contextmanager
-def with_all_processes(caller: str, mesh: Mesh) -> Iterator[None]:
-    """For a ``with`` block that computes over the replicas of all processes."""
+def naming_other_processes(caller: str, mesh: Mesh) -> Iterator[None]:
+    """Lets the errors of a collective in the block name the processes that did not join it."""
     if is_local(mesh):
         yield
         return

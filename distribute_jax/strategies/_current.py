@@ -1,4 +1,4 @@
-"""The current strategy and replica context, and the default strategy of one replica."""
+"""The current strategy and replica context, and the default strategy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from distribute_jax.program import ReplicaContext
 from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._scope import Scope
 
-_set_for_good: list[Scope] = []
+_permanent_scopes: list[Scope] = []
 
 
 def get_strategy() -> Strategy:
-    """Returns the current strategy; where none was entered, the default one, never None.
+    """Returns the current strategy, or the default one outside of every scope.
 
     Returns:
         The strategy of the innermost scope or ``run`` of this thread.
@@ -35,7 +35,7 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Returns whether another than the default strategy is current.
+    """Returns whether a strategy other than the default one is current.
 
     Example:
         >>> import distribute_jax as dj
@@ -50,7 +50,7 @@ def has_strategy() -> bool:
 def get_replica_context() -> Any:
     """Returns the replica context, or None in cross-replica context.
 
-    Inside ``run`` it is this replica's; where no strategy was entered, that of the only replica; in
+    Inside ``run`` it is that of this replica; under the default strategy, that of its only replica; in
     ``scope()`` and ``merge_call`` there is none.
 
     Returns:
@@ -100,22 +100,22 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental_set_strategy
     """
     top = _frames.entered()
-    by_us = bool(_set_for_good) and _set_for_good[-1].is_current()
-    if top is not None and not by_us:
+    is_permanent = bool(_permanent_scopes) and _permanent_scopes[-1].is_current()
+    if top is not None and not is_permanent:
         raise ContextError(
             "experimental_set_strategy was called inside a strategy scope. Must not be called inside "
             "a `with strategy.scope():` block or a function given to run: leave it first."
         )
-    if by_us:
-        _set_for_good.pop().__exit__(None, None, None)
+    if is_permanent:
+        _permanent_scopes.pop().__exit__(None, None, None)
     if strategy is not None:
         scope = strategy.scope()
         scope.__enter__()
-        _set_for_good.append(scope)
+        _permanent_scopes.append(scope)
 
 
 class DefaultStrategy(Strategy):
-    """One replica on the default device; code runs as if there were no strategy."""
+    """One replica on the default device: what is current where no strategy was entered."""
 
     def __init__(self) -> None:
         super().__init__(replica_mesh(jax.local_devices()[:1]), steps_in_flight=None)
@@ -123,7 +123,7 @@ class DefaultStrategy(Strategy):
 
 @functools.cache
 def default_frame() -> _frames.Frame:
-    """Returns the default strategy with its replica context, made at the first use."""
+    """Returns the frame of the default strategy, which is made on first use."""
     strategy = DefaultStrategy()
     return _frames.Frame(strategy, ReplicaContext(strategy, bound=False))
 

@@ -1,4 +1,4 @@
-"""Devices as users name them, options that several strategies take, and warnings about idle devices."""
+"""Devices by name, options that several strategies take, and log messages about idle devices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _KINDS = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu", "cpu": "cpu"
 
 
 def find_device(name: Any) -> jax.Device:
-    """Finds the device that a user means."""
+    """Returns the local device that a name, an index or a ``jax.Device`` denotes."""
     if isinstance(name, jax.Device):
         if name.process_index == jax.process_index():
             return name
@@ -67,7 +67,7 @@ def find_device(name: Any) -> jax.Device:
 
 
 def find_devices(names: Sequence[Any] | None) -> list[jax.Device]:
-    """Finds the devices of a strategy; None or an empty list means all local ones."""
+    """Returns the local devices of a strategy; all of them for None or an empty list."""
     if names is None or (isinstance(names, Sequence) and not isinstance(names, str) and not names):
         return list(jax.local_devices())
     if isinstance(names, (int, np.integer)) and not isinstance(names, bool):
@@ -87,7 +87,7 @@ def find_devices(names: Sequence[Any] | None) -> list[jax.Device]:
     if twice:
         raise ArgumentError(
             f"The devices {list(map(str, twice))} name the same device more than once; each replica needs "
-            "one for itself."
+            "its own."
         )
     kinds = {device.platform for device in devices}
     if len(kinds) > 1:
@@ -103,16 +103,16 @@ def connect(
     caller: str,
     seconds: float | None = None,
 ) -> tuple[ClusterResolver, list[jax.Device]]:
-    """Connects the processes of a cluster; returns where it is described, and all of their devices."""
+    """Connects the processes of a cluster, and returns its resolver and the devices of all processes."""
     resolver = processes.connect(resolver, options, caller, seconds)
     return resolver, sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
 
 
-_MANY = "make a dj.MultiWorkerMirroredStrategy()"
+_CONNECT_HINT = "make a dj.MultiWorkerMirroredStrategy()"
 
 
-def note_cluster_ignored(caller: str, instead: str = _MANY) -> None:
-    """Logs that a strategy of one process does not look at TF_CONFIG, or at other processes."""
+def log_cluster_ignored(caller: str, instead: str = _CONNECT_HINT) -> None:
+    """Logs that a strategy uses one process's devices although TF_CONFIG or a launcher started several."""
     if current_job().is_alone and (launched := _launched_processes()) > 1:
         log_once(
             "%s: this process is one of %d, and the strategy uses its devices alone. Each process trains a "
@@ -131,12 +131,12 @@ def note_cluster_ignored(caller: str, instead: str = _MANY) -> None:
 
 
 def check_replicas_per_device(caller: str, number: Any) -> int:
-    """Returns how many replicas a device runs one after the other, which is bounded so that steps end."""
+    """Checks ``replicas_per_device``, which is bounded so that steps end."""
     return check_int(f"{caller}: replicas_per_device", number, below=1 << 16)
 
 
 def devices_of(kind: str) -> list[jax.Device]:
-    """Returns this process's devices of a kind; none where JAX has no such backend."""
+    """Returns this process's devices of a kind; an empty list if JAX has no such backend."""
     try:
         return list(jax.local_devices(backend=kind)) if kind else []
     except RuntimeError:
@@ -144,7 +144,7 @@ def devices_of(kind: str) -> list[jax.Device]:
 
 
 def checked_axis_name(name: str, mesh: Mesh, caller: str) -> str:
-    """Returns the name, which must be a new one beside those of the mesh, or that of the replicas' axis."""
+    """Returns a name for the replicas' axis, which no other axis of the mesh may have."""
     others = [axis for axis in mesh.axis_names if axis != DATA]
     if not name or name in others:
         rule = f" other than {', '.join(map(repr, others))}" if others else ""
@@ -152,8 +152,8 @@ def checked_axis_name(name: str, mesh: Mesh, caller: str) -> str:
     return name
 
 
-def note_default_strategy() -> None:
-    """Logs that ``fit`` runs without a strategy where there are several devices."""
+def log_default_strategy() -> None:
+    """Logs that ``fit`` uses one of several devices, since there is no strategy."""
     if (devices := jax.local_device_count()) > 1:
         log_once(
             "fit runs on 1 of the %d local devices: no strategy was in scope when the dj.Model was made. "
@@ -163,8 +163,8 @@ def note_default_strategy() -> None:
         )
 
 
-def note_no_tpu(caller: str) -> None:
-    """Logs that a TPU was asked for where there is none, and none is simulated."""
+def log_no_tpu(caller: str) -> None:
+    """Logs that there is no TPU, unless devices are simulated."""
     devices = jax.local_devices()
     if devices[0].platform != "tpu" and not _wanted_host_devices():
         log_once(
@@ -177,8 +177,8 @@ def note_no_tpu(caller: str) -> None:
         )
 
 
-def note_flags_too_late() -> None:
-    """Logs that XLA_FLAGS asks for more host devices than there are."""
+def log_flags_too_late() -> None:
+    """Logs that XLA_FLAGS asks for more host devices than JAX has."""
     wanted, devices = _wanted_host_devices(), jax.local_device_count()
     if wanted > devices and jax.local_devices()[0].platform == "cpu":
         log_once(
@@ -191,9 +191,9 @@ def note_flags_too_late() -> None:
 
 
 def _wanted_host_devices() -> int:
-    """Returns how many CPU devices the user has asked for; 0 if the number was left to JAX."""
+    """Returns how many CPU devices the user has asked for; 0 for JAX's default."""
     config: Any = jax.config
-    if config.jax_num_cpu_devices > 0:  # As by dj.simulate; JAX reads the flag only without it.
+    if config.jax_num_cpu_devices > 0:  # set by dj.simulate; it wins over XLA_FLAGS
         return int(config.jax_num_cpu_devices)
     counts = DEVICE_COUNT.findall(os.environ.get("XLA_FLAGS", ""))
     return int(counts[-1]) if counts else 0
@@ -203,20 +203,20 @@ _WITHOUT_NETWORK: dict[type[ClusterResolver], str] = {
     KubernetesClusterResolver: "NUM_PROCESSES",
     TPUClusterResolver: "TPU_WORKER_HOSTNAMES",
 }
-"""The variable that keeps a resolver from asking a service how many processes there are."""
+"""The variable with which a resolver needs no request to know the number of processes."""
 
 
 def _launched_processes() -> int:
-    """Returns how many processes were started together, as far as the environment says."""
+    """Returns how many processes were launched together, according to the environment."""
     try:
         resolver = detect()
         variable = _WITHOUT_NETWORK.get(type(resolver))
         return resolver.num_processes if variable is None or variable in os.environ else 1
-    except DistributeError:  # no cluster, or one that is described wrongly
+    except DistributeError:  # there is no cluster, or its description is malformed
         return 1
 
 
-_DETECT = "cluster_resolver=dj.cluster_resolver.detect()"
+_DETECT_HINT = "cluster_resolver=dj.cluster_resolver.detect()"
 
 
 def devices_of_job(
@@ -225,13 +225,13 @@ def devices_of_job(
     cluster_options: ClusterOptions | None,
     name: str,
 ) -> list[jax.Device]:
-    """Returns the devices of this process, or, with a cluster resolver, of all that it connects."""
+    """Returns the devices of this process or, with a cluster resolver, those of all its processes."""
     if cluster_resolver is None:
         if cluster_options is not None:
             raise ArgumentError(
-                f"{name}: cluster_options needs a cluster_resolver: pass {_DETECT}."
+                f"{name}: cluster_options needs a cluster_resolver: pass {_DETECT_HINT}."
             )
-        note_cluster_ignored(name, f"pass {_DETECT}")
+        log_cluster_ignored(name, f"pass {_DETECT_HINT}")
         return find_devices(devices)
     if devices is not None:
         raise ArgumentError(
@@ -242,7 +242,7 @@ def devices_of_job(
 
 
 def check_memory_kind(name: str, value: str | None, device: jax.Device) -> None:
-    """Raises unless a device has such a memory; None is its default one."""
+    """Raises unless a device has a memory of this kind, or it is None."""
     if value is not None:
         kinds = [memory.kind for memory in device.addressable_memories()]
         check_choice(f"{name} on {device}", value, kinds)

@@ -25,10 +25,10 @@ from distribute_jax.variables import Variable
 
 @check_methods
 class StrategyExtended:
-    """What a library needs beyond ``Strategy``: reductions to a place, updates, and devices.
+    """What a library needs beyond ``Strategy``: reductions to a device, updates, and devices.
 
-    It is ``strategy.extended``. Its methods belong to cross-replica context: the outside of
-    ``run``, or the inside of ``merge_call``.
+    It is ``strategy.extended``. Its methods are called in cross-replica context: outside ``run``, or
+    inside ``merge_call``.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended
     """
@@ -64,7 +64,7 @@ class StrategyExtended:
         destinations: Any,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Combines a per-replica value, and puts the result on its destinations.
+        """Reduces a per-replica value, and places the result on its destinations.
 
         Args:
             reduce_op: ``"sum"`` or ``"mean"``.
@@ -77,8 +77,8 @@ class StrategyExtended:
             One array, mirrored or on the device.
 
         Raises:
-            ValueError: an unknown device, something else than a destination, ``options`` of another class, or
-                what ``reduce`` refuses.
+            ValueError: an unknown device, something that is not a destination, ``options`` of another class,
+                or what ``reduce`` refuses.
 
         Example:
             >>> import distribute_jax as dj
@@ -96,7 +96,7 @@ class StrategyExtended:
     ) -> list[Any]:
         for _, destinations in pairs:
             if isinstance(destinations, nnx.Variable):
-                self._check_created_here(destinations, "reduce_to")
+                self._check_variable_of_strategy(destinations, "reduce_to")
             elif not isinstance(destinations, (str, jax.Device, jax.Array, DistributedValues)):
                 raise ArgumentError(
                     "strategy.extended.reduce_to: destinations must be a variable or a value that "
@@ -108,7 +108,7 @@ class StrategyExtended:
 
     def _put(self, total: Any, destinations: Any) -> Any:
         if not at_top_level():
-            return total  # in a compiled step every result is on the mesh
+            return total  # in a step, where every result is on the mesh
         if isinstance(destinations, (str, jax.Device)):
             return jax.device_put(total, find_device(destinations))
         storage = self._strategy._replicas.parameter_device
@@ -122,7 +122,7 @@ class StrategyExtended:
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Combines several per-replica values in one program: ``reduce_to`` for each pair.
+        """Reduces several per-replica values in one program: ``reduce_to`` for each pair.
 
         Raises:
             ValueError: as ``reduce_to``, or an entry that is not a pair.
@@ -166,7 +166,7 @@ class StrategyExtended:
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended#update
         """
         _context.require_cross_replica("strategy.extended.update")
-        self._check_created_here(var, "update")
+        self._check_variable_of_strategy(var, "update")
         check_call(args, kwargs, "strategy.extended.update(var, fn")
         for leaf in jax.tree.leaves((args, kwargs), is_leaf=is_value):
             if isinstance(leaf, DistributedValues):
@@ -208,7 +208,7 @@ class StrategyExtended:
             leaf for leaf in jax.tree.leaves(v.get_raw_value()) if isinstance(leaf, jax.Array)
         ]
         if any(isinstance(array, jax.core.Tracer) for array in arrays):
-            return True  # run has placed all state of its step where the strategy keeps it
+            return True  # run has placed the state of its step where the strategy stores it
         devices = {device for array in arrays for device in array.sharding.device_set}
         parameter_device = getattr(self._strategy, "parameter_device", None)
         if parameter_device is None or (isinstance(v, Variable) and v.is_on_read):
@@ -226,11 +226,11 @@ class StrategyExtended:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/StrategyExtended#colocate_vars_with
         """
-        self._check_created_here(colocate_with_variable, "colocate_vars_with")
+        self._check_variable_of_strategy(colocate_with_variable, "colocate_vars_with")
         with self._strategy.scope():
             yield
 
-    def _check_created_here(self, var: Any, method: str) -> None:
+    def _check_variable_of_strategy(self, var: Any, method: str) -> None:
         _check_variable(var, method)
         for leaf in jax.tree.leaves(var.get_raw_value()):
             is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)

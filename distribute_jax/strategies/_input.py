@@ -30,10 +30,10 @@ from distribute_jax.processes import job_of
 
 
 class InputMethods:
-    """The part of ``Strategy`` that distributes datasets."""
+    """The methods of ``Strategy`` that distribute datasets."""
 
     _offers_per_replica_input = True
-    """Whether ``InputReplicationMode.PER_REPLICA`` is offered; TensorFlow does not, everywhere."""
+    """Whether ``InputReplicationMode.PER_REPLICA`` is supported; as in TensorFlow, not everywhere."""
 
     @final
     def distribute_dataset(
@@ -138,7 +138,7 @@ class InputMethods:
 
 
 def guard_iteration() -> None:
-    """Raises where a distributed dataset must not be iterated."""
+    """Raises if a distributed dataset must not be iterated here."""
     if _frames.in_replica_context():
         raise IterationError(
             "A distributed dataset was iterated inside a function given to strategy.run, on one "
@@ -163,13 +163,13 @@ def _dataset(
     )
 
 
-def values_of_replicas(value_fn: Callable[[Any], Any], context: Any, mesh: Mesh) -> Any:
-    """Calls a function for each replica of this process, and makes its pytrees one of per-replica values."""
+def values_from_function(value_fn: Callable[[Any], Any], context: Any, mesh: Mesh) -> Any:
+    """Calls a function for each replica of this process, and joins the results into per-replica values."""
     method = "strategy.experimental_distribute_values_from_function"
     count = num_replicas(mesh)
     nests = [value_fn(context(i, count)) for i in local_replicas(mesh)]
     for leaf in jax.tree.leaves(nests):
-        # An int that is too large for NumPy is told apart from objects below.
+        # An int that is too large has dtype object too; check_int_range refuses it below.
         if not is_key(leaf) and not isinstance(leaf, int) and np.asarray(leaf).dtype.kind in "OSU":
             raise ArgumentError(
                 f"{method}: value_fn returned {leaf_text(leaf)}, which is neither array nor number, so no "
@@ -189,14 +189,13 @@ def values_of_replicas(value_fn: Callable[[Any], Any], context: Any, mesh: Mesh)
 
 
 def stacked_value(parts: Sequence[Any], mesh: Mesh) -> PerReplica:
-    """Makes a per-replica value from one host value for each replica."""
+    """Returns a per-replica value made of one host value for each replica."""
     if all(map(is_key, parts)):
         bits = stacked_value([jax.random.key_data(part) for part in parts], mesh)
         keys = jax.random.wrap_key_data(bits.global_array, impl=jax.random.key_impl(parts[0]))
         return PerReplica(keys, mesh)
     arrays = [check_int_range(np.asarray(part), "A per-replica value") for part in parts]
     if _are_uniform(arrays, mesh):
-        # int64 and float64 become what JAX holds, as everywhere.
         dtype = jax.dtypes.canonicalize_dtype(arrays[0].dtype)
         stacked = np.stack(arrays).astype(dtype)
         to = split_sharding(mesh)
@@ -209,7 +208,7 @@ def stacked_value(parts: Sequence[Any], mesh: Mesh) -> PerReplica:
 
 
 def _are_uniform(arrays: Sequence[np.ndarray[Any, Any]], mesh: Mesh) -> bool:
-    """Returns whether the values of all replicas have one shape and dtype."""
+    """True if the values of all replicas have the same shape and dtype."""
     local = [leaf_text(array) for array in arrays]
     job = job_of(mesh)
     if job.is_alone:
@@ -218,8 +217,8 @@ def _are_uniform(arrays: Sequence[np.ndarray[Any, Any]], mesh: Mesh) -> bool:
     shapes = [shape for text in everyone for shape in json.loads(text)]
     if len(set(shapes)) > 1:
         raise UnsupportedError(
-            f"The function gave the replicas values of different shapes, {', '.join(shapes[:8])}. In a job "
-            "of several processes they have one shape and dtype: fill them up to the largest, and give their "
-            "real sizes as a second value."
+            f"value_fn returned values of different shapes, {', '.join(shapes[:8])}. In a job of several "
+            "processes all must have one shape and dtype: pad them to the largest, and return their real "
+            "sizes as a second value."
         )
     return True

@@ -16,7 +16,7 @@ from distribute_jax.strategies._devices import (
     check_replicas_per_device,
     find_device,
     find_devices,
-    note_cluster_ignored,
+    log_cluster_ignored,
 )
 
 
@@ -75,7 +75,7 @@ class MirroredStrategy(Strategy):
     ) -> None:
         name = type(self).__name__
         replicas = find_devices(devices)
-        note_cluster_ignored(name)
+        log_cluster_ignored(name)
         self._cross_device_ops = _placed(cross_device_ops, replicas)
         super().__init__(
             replica_mesh(replicas, check_replicas_per_device(name, replicas_per_device)),
@@ -87,7 +87,7 @@ class MirroredStrategy(Strategy):
 
 
 def _placed(ops: CrossDeviceOps | None, devices: Sequence[jax.Device]) -> CrossDeviceOps | None:
-    """Checks the operation, and finds the replica on the device that it names."""
+    """Returns the operation, with the device that it names resolved to a replica."""
     if not isinstance(ops, ReductionToOneDevice) or ops.reduce_to_device is None:
         return ops
     device = find_device(ops.reduce_to_device)

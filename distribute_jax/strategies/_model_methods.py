@@ -1,4 +1,4 @@
-"""What a strategy does with a model before a step runs: makes it, shows where it is, plans a step."""
+"""``create``, ``placement`` and ``plan``: making, placing and planning a model before a step runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ M = TypeVar("M")
 
 
 class ModelMethods:
-    """The part of a strategy that makes, places and plans a model."""
+    """The methods of ``Strategy`` that make, place and plan a model."""
 
     @final
     def create(self: Any, make: Callable[[], M]) -> M:
@@ -51,7 +51,7 @@ class ModelMethods:
         """
         self._enter_program("strategy.create")
         if isinstance(make, nnx.Pytree):
-            raise ArgumentError(_MAKE.format(got=f"{make!r:.60}"))
+            raise ArgumentError(_NOT_A_FACTORY.format(got=f"{make!r:.60}"))
         with self.scope():
             return _created(make, self._replicas)
 
@@ -128,7 +128,7 @@ class ModelMethods:
 
 
 def _created(make: Callable[[], M], replicas: Replicas) -> M:
-    """Makes modules whose arrays are computed in one program that leaves each in its place."""
+    """Makes modules by one compiled program that computes each array where it is stored."""
     parts: list[Any] = []
 
     def leaves() -> list[Any]:
@@ -136,7 +136,7 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
         graph, state = nnx.split(model)
         flat, tree = jax.tree.flatten(state)
         if not flat or not all(map(is_array, flat)):
-            raise ArgumentError(_MAKE.format(got=f"one that returns {model!r:.60}"))
+            raise ArgumentError(_NOT_A_FACTORY.format(got=f"one that returns {model!r:.60}"))
         named = _leaves_of(model, state)
         variables = [v for v, _ in named if v is not None]
         paths = [path for v, path in named if v is not None]
@@ -153,10 +153,10 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
     except jax.errors.JAXTypeError as error:
         raise ArgumentError(_NOT_TRACED.format(reason=error_text(error))) from error
     except flax.errors.TraceContextError as error:
-        raise ArgumentError(_FROM_OUTSIDE) from error
+        raise ArgumentError(_CHANGES_OUTER_STATE) from error
     graph, tree, shardings = parts
     lowered = jax.jit(jex_core.jaxpr_as_fun(closed), out_shardings=shardings).lower()
-    _check_same(lowered, replicas)
+    _check_same_program(lowered, replicas)
     model: M = nnx.merge(graph, jax.tree.unflatten(tree, lowered.compile()()))
     return model
 
@@ -164,15 +164,15 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
 def _leaves_of(nest: Any, state: Any) -> list[tuple[nnx.Variable[Any] | None, Path]]:
     """Returns the variables of a pytree and their paths.
 
-    An array outside of modules is like a parameter; one that a module holds beside its variables is not,
-    so there is None in its place.
+    An array outside of modules counts as a parameter; for one that a module holds beside its variables there
+    is None.
     """
     roots, variables = modules_of(nest), []
     for keys, value in jax.tree.leaves_with_path(
         state, is_leaf=lambda x: isinstance(x, nnx.Variable)
     ):
         path = tuple(key.key for key in keys)
-        # Paths are those inside a module, whatever holds the modules.
+        # Paths begin at the module, whatever container it is in.
         inside = next((path[i:] for i in range(len(path) + 1) if path[:i] in roots), None)
         variable = value if isinstance(value, nnx.Variable) else nnx.Param(value)
         variables.append(
@@ -181,8 +181,8 @@ def _leaves_of(nest: Any, state: Any) -> list[tuple[nnx.Variable[Any] | None, Pa
     return variables
 
 
-def _check_same(lowered: Any, replicas: Replicas) -> None:
-    """Refuses processes that would each make another model, of which each would keep its part."""
+def _check_same_program(lowered: Any, replicas: Replicas) -> None:
+    """Raises unless all processes of the job make the same model."""
     job = job_of(replicas.mesh)
     if job.is_alone:
         return
@@ -194,10 +194,10 @@ def _check_same(lowered: Any, replicas: Replicas) -> None:
         )
 
 
-_MAKE = """\
+_NOT_A_FACTORY = """\
 strategy.create: make must be a function that returns a module, such as lambda: Model(nnx.Rngs(0)); \
 got {got}."""
-_FROM_OUTSIDE = """\
+_CHANGES_OUTER_STATE = """\
 strategy.create: make changes an nnx.Rngs or a module that was made before it. Make it in the function: \
 lambda: Model(nnx.Rngs(0))."""
 _NOT_TRACED = """\

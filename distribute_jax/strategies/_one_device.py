@@ -9,7 +9,7 @@ from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._devices import (
     check_replicas_per_device,
     find_device,
-    note_cluster_ignored,
+    log_cluster_ignored,
 )
 
 
@@ -48,7 +48,7 @@ class OneDeviceStrategy(Strategy):
     ) -> None:
         each = check_replicas_per_device("OneDeviceStrategy", replicas_per_device)
         mesh = replica_mesh([find_device(device)], each)
-        note_cluster_ignored(type(self).__name__)
+        log_cluster_ignored(type(self).__name__)
         super().__init__(
             mesh,
             steps_in_flight=None,

@@ -1,4 +1,4 @@
-"""``strategy.scope()``: the strategy becomes current, and arrays are made where its state is stored."""
+"""``strategy.scope()``: makes the strategy current, and the place of its state the default for new arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ the mesh. Under another strategy write `with strategy.scope(), nnx.use_eager_sha
 
 
 class Scope:
-    """What ``strategy.scope()`` returns: a ``with`` block that can be entered again and again."""
+    """What ``strategy.scope()`` returns: a reentrant context manager."""
 
     def __init__(self, strategy: Any, replicas: Replicas) -> None:
         self._strategy, self._replicas = strategy, replicas
@@ -43,30 +43,31 @@ class Scope:
         _context.require_cross_replica("strategy.scope()")
         _context.require_unmixed(self._strategy)
         _context.require_untraced("strategy.scope()")
-        below = _frames.depth()
+        depth = _frames.depth()
         try:
             with interrupts_held_back():
                 self._entered.append(self._enter())
         except BaseException:
-            _frames.leave_to(below)  # the interrupt that was held back: the block is not reached
+            _frames.leave_to(depth)  # an interrupt that was held back: __exit__ will not be called
             raise
         return self._strategy
 
     def _enter(self) -> _frames.Frame:
-        where = ExitStack()
-        frame = _frames.Frame(self._strategy, merging=_context.in_merge_call(), leave=where.close)
-        # In merge_call the mesh is known already, and arrays have no place of their own.
-        if not frame.merging:
-            where.enter_context(self._where())
+        contexts = ExitStack()
+        merging = _context.in_merge_call()
+        frame = _frames.Frame(self._strategy, merging=merging, leave=contexts.close)
+        # In merge_call the step's mesh is set already, and its arrays are tracers.
+        if not merging:
+            contexts.enter_context(self._placement_context())
             if self._replicas.rules is not None:
-                # Flax would take the names of logical axes for those of the mesh. It is for rules only,
-                # since each variable keeps this setting, and trees of variables with two do not match.
-                where.enter_context(nnx.use_eager_sharding(False))
+                # Flax would take logical axes for axes of the mesh. Only with rules: variables store this
+                # setting, and trees of variables that differ in it do not match.
+                contexts.enter_context(nnx.use_eager_sharding(False))
         _frames.push(frame)
         return frame
 
     def is_current(self) -> bool:
-        """Returns whether this scope was entered last on this thread."""
+        """True if this scope is the innermost one of this thread."""
         return bool(self._entered) and _frames.entered() is self._entered[-1]
 
     def __exit__(self, *error: Any) -> None:
@@ -78,11 +79,11 @@ class Scope:
                 _frames.pop(frame)
         finally:
             if _frames.entered() is frame:
-                _frames.pop(frame)  # an interrupt came before they were held back
+                _frames.pop(frame)  # an interrupt came before interrupts were held back
         self._entered.pop()
 
-    def _where(self) -> Any:
-        """Returns the context in which Flax, by itself, builds variables where the strategy wants them."""
+    def _placement_context(self) -> Any:
+        """Returns the context that places new arrays where the strategy stores state."""
         if (storage := self._replicas.parameter_device) is not None:
             return jax.default_device(storage.device)
         return jax.set_mesh(self._replicas.state_mesh)

@@ -20,7 +20,7 @@ from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.processes import ClusterOptions
 from distribute_jax.program import Rules
 from distribute_jax.strategies._base import Strategy
-from distribute_jax.strategies._devices import check_replicas_per_device, note_no_tpu
+from distribute_jax.strategies._devices import check_replicas_per_device, log_no_tpu
 from distribute_jax.tpu._topology import DeviceAssignment, checked_assignment, in_topology_order
 
 
@@ -89,7 +89,7 @@ class TPUStrategy(Strategy):
         each = check_replicas_per_device(name, replicas_per_device)
         self._resolver = processes.connect(tpu_cluster_resolver, cluster_options, name)
         if experimental_device_assignment is None:
-            note_no_tpu(name)
+            log_no_tpu(name)
             replicas: list[Any] = in_topology_order(jax.devices())
         else:
             replicas = checked_assignment(experimental_device_assignment, name)
@@ -119,7 +119,7 @@ class TPUStrategy(Strategy):
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/TPUStrategy#experimental_assign_to_logical_device
         """
         method = "experimental_assign_to_logical_device"
-        array, cores = self._checked(tensor, method), cores_per_replica(self.mesh)
+        array, cores = self._checked_array(tensor, method), cores_per_replica(self.mesh)
         check_int(f"{method}(logical_device_id)", logical_device_id, 0, cores)
         if cores > 1:
             raise ArgumentError(
@@ -164,7 +164,7 @@ class TPUStrategy(Strategy):
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/TPUStrategy#experimental_split_to_logical_devices
         """
         method = "experimental_split_to_logical_devices"
-        array = self._checked(tensor, method)
+        array = self._checked_array(tensor, method)
         counts = _checked_counts(array, partition_dimensions, self.mesh, method)
         return _constrained(array, _axes_for(counts, self.mesh))
 
@@ -183,10 +183,10 @@ class TPUStrategy(Strategy):
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/TPUStrategy#experimental_replicate_to_logical_devices
         """
-        array = self._checked(tensor, "experimental_replicate_to_logical_devices")
+        array = self._checked_array(tensor, "experimental_replicate_to_logical_devices")
         return _constrained(array, [()] * array.ndim)
 
-    def _checked(self, tensor: Any, method: str) -> jax.Array:
+    def _checked_array(self, tensor: Any, method: str) -> jax.Array:
         if not _frames.in_replica_context():
             raise ContextError(
                 f"{method} was called outside of run, where no program is compiled whose arrays it could "
@@ -211,7 +211,7 @@ def _constrained(array: jax.Array, dims: Sequence[tuple[str, ...]]) -> jax.Array
 
 
 def _axes_for(counts: Sequence[int], mesh: Mesh) -> list[tuple[str, ...]]:
-    """Returns for each dim the mesh axes whose sizes multiply to the parts that it is cut into."""
+    """Returns for each dim the mesh axes whose sizes multiply to its number of parts."""
     free = {name: size for name, size in mesh.shape.items() if name != DATA}
     dims = []
     for count in counts:

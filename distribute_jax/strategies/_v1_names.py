@@ -1,4 +1,4 @@
-"""Older spellings of TensorFlow, so that code that has them runs: each warns and names the modern one."""
+"""Deprecated names of TensorFlow 1, each with a DeprecationWarning that names its replacement."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from distribute_jax.data import (
 T = TypeVar("T")
 
 
-class OlderNames:
-    """The part of ``Strategy`` that keeps older spellings alive. New code needs none of it."""
+class V1Methods:
+    """The deprecated methods of ``Strategy``."""
 
     def experimental_distribute_datasets_from_function(
         self: Any, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -55,26 +55,26 @@ class OlderNames:
         _warn("experimental_make_numpy_dataset", "dj.data.from_arrays(x).batch(256)", method=False)
         return from_arrays(_stacked(numpy_input))
 
-    def make_dataset_iterator(self: Any, dataset: Any) -> OlderIterator:
+    def make_dataset_iterator(self: Any, dataset: Any) -> V1Iterator:
         """Distributes a dataset of global batches, and returns an iterator over it.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/compat/v1/distribute/Strategy#make_dataset_iterator
         """
         _warn("make_dataset_iterator", "distribute_dataset(ds)")
-        return OlderIterator(self.distribute_dataset(dataset))
+        return V1Iterator(self.distribute_dataset(dataset))
 
     def make_input_fn_iterator(
         self: Any,
         input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
-    ) -> OlderIterator:
+    ) -> V1Iterator:
         """Distributes the batches of a function's datasets, and returns an iterator over them.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/compat/v1/distribute/Strategy#make_input_fn_iterator
         """
         _warn("make_input_fn_iterator", "distribute_datasets_from_function(fn)")
         options = InputOptions(experimental_replication_mode=replication_mode)
-        return OlderIterator(self.distribute_datasets_from_function(input_fn, options))
+        return V1Iterator(self.distribute_datasets_from_function(input_fn, options))
 
     def experimental_run(
         self: Any, fn: Callable[..., Any], input_iterator: Iterator[Any] | None = None
@@ -98,7 +98,7 @@ class OlderNames:
         return config_proto
 
 
-class OlderIterator(Iterator[Any]):
+class V1Iterator(Iterator[Any]):
     """An iterator over a distributed dataset that ``initialize`` starts again."""
 
     def __init__(self, dataset: DistributedDataset) -> None:
@@ -111,7 +111,7 @@ class OlderIterator(Iterator[Any]):
         return []
 
     def __next__(self) -> PyTree:
-        """The next element, of an epoch that was started if none was; StopIteration at the end."""
+        """Returns the next element; the first call starts an epoch."""
         if self._iterator is None:
             self.initialize()
         return next(self._iterator or iter(()))
@@ -120,7 +120,7 @@ class OlderIterator(Iterator[Any]):
 
 
 def _stacked(tree: PyTree) -> PyTree:
-    """Puts each list of arrays together along a new dim 0, as tf.data does."""
+    """Stacks each list of arrays along a new dim 0, as tf.data does."""
 
     def stack(node: Any) -> Any:
         try:
@@ -135,5 +135,5 @@ def _stacked(tree: PyTree) -> PyTree:
 
 
 def _warn(older: str, modern: str, *, method: bool = True) -> None:
-    text = f"strategy.{older} is an older spelling. Use {'strategy.' if method else ''}{modern}."
+    text = f"strategy.{older} is deprecated. Use {'strategy.' if method else ''}{modern}."
     warn_user(text, DeprecationWarning)

@@ -1,7 +1,4 @@
-"""The cores of a TPU: their coordinates, which of them make a replica, and in which order.
-
-``experimental`` has the names that TensorFlow has in ``tf.tpu.experimental``.
-"""
+"""TPU topology and device assignment; ``experimental`` has the names of ``tf.tpu.experimental``."""
 
 from distribute_jax.tpu import experimental
 

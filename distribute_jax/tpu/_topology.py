@@ -1,4 +1,4 @@
-"""The cores of a TPU: their coordinates, which of them make a replica, and the replicas' order."""
+"""The topology of a TPU, and the assignment of its cores to replicas."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def _coordinates(devices: Sequence[Any], per_task: int) -> list[tuple[int, ...]]
 
 
 def _simulated(number: int, per_task: int) -> tuple[int, ...]:
-    """Returns the coordinates of a device on a TPU v3 host; odd numbers of devices are one column."""
+    """Returns the coordinates that a device would have on a TPU v3 host; an odd number is one column."""
     task, place = divmod(number, per_task)
     cores = 2 if per_task % 2 == 0 else 1
     chip, core = divmod(place, cores)
@@ -303,7 +303,7 @@ def _blocks(topology: Topology, shape: Ints, stride: Ints) -> Iterator[Ints]:
     """Yields the cores of each block without missing devices, process by process."""
     footprint = shape * stride
     inside = np.asarray(list(np.ndindex(*shape)), np.int32) * stride
-    # With a stride, blocks interleave: each starts at a core that the block before has left out.
+    # With a stride, blocks interleave: each starts at a core that the block before skipped.
     axes = zip(topology.mesh_shape.tolist(), footprint.tolist(), stride.tolist(), strict=True)
     starts = [
         [base + offset for base in range(0, size - length + 1, length) for offset in range(step)]
@@ -316,9 +316,9 @@ def _blocks(topology: Topology, shape: Ints, stride: Ints) -> Iterator[Ints]:
 
 
 def in_topology_order(devices: Sequence[Any]) -> list[Any]:
-    """Orders devices process by process, and within a process so that neighbours follow each other.
+    """Orders devices process by process, and within a process so that neighbours are adjacent.
 
-    Over all processes JAX's order may go back and forth between them, but the replicas of a process must be
+    JAX's order over all processes may alternate between them, but the replicas of a process must be
     contiguous, as its rows of a batch are.
     """
     devices = sorted(devices, key=lambda device: (device.process_index, device.id))
@@ -332,7 +332,7 @@ def in_topology_order(devices: Sequence[Any]) -> list[Any]:
 
 
 def checked_assignment(assignment: DeviceAssignment, caller: str) -> list[list[Any]]:
-    """Returns the devices of each replica, after checking that a strategy can use the assignment."""
+    """Returns the devices of each replica; raises if a strategy cannot use the assignment."""
     tasks = [{device.process_index for device in r} for r in assignment.devices]
     split = [i for i, owners in enumerate(tasks) if len(owners) > 1]
     if split:

@@ -1,4 +1,4 @@
-"""What TensorFlow has in ``tf.tpu.experimental``, under the same names."""
+"""The names of ``tf.tpu.experimental``."""
 
 from distribute_jax._lazy import publish
 from distribute_jax.tpu._topology import DeviceAssignment, Topology, initialize_tpu_system

@@ -16,7 +16,7 @@ from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._messages import PyTree, leaf_text
 from distribute_jax.program._trace_errors import module_hint
 from distribute_jax.strategies import Strategy, get_strategy, has_strategy
-from distribute_jax.strategies._devices import note_default_strategy
+from distribute_jax.strategies._devices import log_default_strategy
 from distribute_jax.training import _steps
 from distribute_jax.training._batches import Batches, Keys, hint
 from distribute_jax.training._compile import Setup
@@ -276,7 +276,7 @@ class Model(Stored):
         )  # fmt: skip
         with self.strategy.scope(), hint(partial(several_inputs_hint, "fit", x, y)):
             if not has_strategy():
-                note_default_strategy()
+                log_default_strategy()
             fit.take_data()
             with self.trainer.guard.enter("fit"):
                 return fit.run()

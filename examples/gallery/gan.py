@@ -40,7 +40,7 @@ class Networks(nnx.Module):
 
 
 def losses_of(logits: jax.Array, label: float) -> jax.Array:
-    """Returns the cross-entropy of each image with a label: 1 for a real one, 0 for one that was made."""
+    """Returns the cross-entropy of each image with a label: 1 for real, 0 for generated."""
     return optax.sigmoid_binary_cross_entropy(logits[:, 0], jnp.full(len(logits), label))
 
 

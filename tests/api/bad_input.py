@@ -1,8 +1,8 @@
-"""Calls of the public API with wrong arguments, made from its signatures, and what is wrong with an answer.
+"""Generates calls of the public API with wrong arguments from its signatures, and judges their errors.
 
-Each case gives one parameter of one public function, class or method a value that it may not take, and the
-others what they need. A new function is called as soon as it is public; ``GOOD`` has what arguments are
-otherwise, by name, and ``RECEIVERS`` the objects whose methods are called.
+Each case passes a wrong value for one parameter of one public function, class or method, and good values for
+the others. A new function is called as soon as it is public; ``GOOD`` has good values by the name of the
+argument, and ``RECEIVERS`` the objects whose methods are called.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ X, Y = np.ones((8, 3), np.float32), np.ones((8, 1), np.float32)
 
 
 class UsersError(Exception):
-    """What a user's function raises."""
+    """Raised by the user's functions."""
 
 
 class Net(nnx.Module):
@@ -100,7 +100,7 @@ class Net(nnx.Module):
 
 
 class HasDtype:
-    """As much of an array as a dtype that there is not."""
+    """An array-like with an invalid dtype."""
 
     dtype, shape, ndim = "nope", (2,), 1
 
@@ -119,7 +119,7 @@ def raises(*_: Any, **__: Any) -> Any:
 
 
 class World:
-    """What the good arguments are made of; strategies are made once, what cases change each time."""
+    """What good arguments are made of; cases share the strategies, and other objects are made for each."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -152,25 +152,27 @@ class World:
         return log
 
 
-def made(value: Any) -> Callable[[World], Any]:
-    """Returns a constant as a factory."""
+def constant(value: Any) -> Callable[[World], Any]:
+    """Returns a factory that returns a constant."""
     return lambda _: value
 
 
 Factory = Callable[[World], Any]
 
 BAD: tuple[Factory, ...] = (
-    *map(made, [None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, -(2**63), 10**400]),
-    *map(made, [0.5, -1.5, 1e30, float("nan"), float("inf"), 1j, np.float32(0.5), np.int64(3)]),
-    *map(made, ["", "x", "cpu:0", "mse", "a\0b", "{epoch", "*", "n" * 300, b"x", b"\xff\0"]),
-    *map(made, [(), (1,), (1, 2), ("a", None), ..., NotImplemented, slice(2), range(3)]),
-    *map(made, [np.dtype("f4"), Color.RED, Path("p"), UsersError("e")]),
-    *map(made, [np.array(5), np.zeros(0), np.ones(3), np.ones((2, 3)), np.array([1j, 2])]),
-    *map(made, [np.array(["a"]), np.array([b"x"]), np.array([None, 1]), np.array([True, False])]),
-    *map(made, [np.ones(2, ">f8"), np.array([2**40]), np.array([np.nan, 1.0], np.float32)]),
-    *map(made, [np.ma.array([1, 2], mask=[0, 1]), np.zeros(2, "i4,f4"), np.zeros(2, "M8[s]")]),
-    *map(made, [first, raises, types.SimpleNamespace(a=1), HasDtype(), HasDtype]),
-    *map(made, [jax.ShapeDtypeStruct((2,), jnp.float32), optax.sgd(0.1), optax.adam]),
+    *map(constant, [None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, -(2**63), 10**400]),
+    *map(constant, [0.5, -1.5, 1e30, float("nan"), float("inf"), 1j, np.float32(0.5), np.int64(3)]),
+    *map(constant, ["", "x", "cpu:0", "mse", "a\0b", "{epoch", "*", "n" * 300, b"x", b"\xff\0"]),
+    *map(constant, [(), (1,), (1, 2), ("a", None), ..., NotImplemented, slice(2), range(3)]),
+    *map(constant, [np.dtype("f4"), Color.RED, Path("p"), UsersError("e")]),
+    *map(constant, [np.array(5), np.zeros(0), np.ones(3), np.ones((2, 3)), np.array([1j, 2])]),
+    *map(
+        constant, [np.array(["a"]), np.array([b"x"]), np.array([None, 1]), np.array([True, False])]
+    ),
+    *map(constant, [np.ones(2, ">f8"), np.array([2**40]), np.array([np.nan, 1.0], np.float32)]),
+    *map(constant, [np.ma.array([1, 2], mask=[0, 1]), np.zeros(2, "i4,f4"), np.zeros(2, "M8[s]")]),
+    *map(constant, [first, raises, types.SimpleNamespace(a=1), HasDtype(), HasDtype]),
+    *map(constant, [jax.ShapeDtypeStruct((2,), jnp.float32), optax.sgd(0.1), optax.adam]),
     lambda _: [],
     lambda _: [1, 2],
     lambda _: ["a"],
@@ -215,8 +217,8 @@ WRAPPED: tuple[Callable[[Any], Any], ...] = (
 
 
 def values(**constants: Any) -> dict[str, Factory]:
-    """Returns constants by name, as factories."""
-    return {name: made(value) for name, value in constants.items()}
+    """Returns factories of constants by name."""
+    return {name: constant(value) for name, value in constants.items()}
 
 
 GOOD: dict[str, Factory] = {
@@ -259,34 +261,34 @@ GOOD: dict[str, Factory] = {
 
 GOOD_OF: dict[str, Factory] = {
     "ClusterCoordinator.strategy": lambda w: w.servers,
-    "DTypePolicy.name": made("float32"),
-    "InputContext.num_input_pipelines": made(1),
-    "LocalCluster.processes": made(1),
-    "LocalCluster.devices_per_process": made(1),
-    "Fault.at_step": made(1),
-    "Fault.process": made(0),
+    "DTypePolicy.name": constant("float32"),
+    "InputContext.num_input_pipelines": constant(1),
+    "LocalCluster.processes": constant(1),
+    "LocalCluster.devices_per_process": constant(1),
+    "Fault.at_step": constant(1),
+    "Fault.process": constant(0),
     "Optimizer.model": lambda w: w.s2.create(Net),
     "Optimizer.update.model": lambda w: w.s2.create(Net),
     "Optimizer.update.grads": lambda w: nnx.state(w.s2.create(Net), nnx.Param),
     "SimpleClusterResolver.cluster_spec": GOOD["cluster_spec"],
     "Strategy.experimental_run.input_iterator": lambda w: w.s2.make_dataset_iterator([X, X]),
-    "Variable.scatter.op": made("add"),
-    "check_equals_one_device.batch": made(X),
-    "check_equals_one_device.step": made(first),
+    "Variable.scatter.op": constant("add"),
+    "check_equals_one_device.batch": constant(X),
+    "check_equals_one_device.step": constant(first),
     "image.data": GOOD["image"],
     "kill.strategy": lambda w: w.servers,
-    "per_example.value": made(jnp.ones(4)),
-    "plan.step": made(first),
-    "plan.strategies": made([dj.MirroredStrategy]),
+    "per_example.value": constant(jnp.ones(4)),
+    "plan.step": constant(first),
+    "plan.strategies": constant([dj.MirroredStrategy]),
     "record.strategy": lambda w: w.servers,
-    "register_aggregation.aggregation": made(dj.VariableAggregation.MEAN),
+    "register_aggregation.aggregation": constant(dj.VariableAggregation.MEAN),
     "register_aggregation.variable_type": lambda _: type("Own", (nnx.Variable,), {}),
     "replay.log": lambda w: w.log(),
     "same_on_all_replicas.node": lambda _: nnx.Rngs(0),
-    "sparse_categorical_crossentropy.y_true": made(np.array([0, 1, 2, 0])),
-    "SparseCategoricalCrossentropy.__call__.y_true": made(np.array([0, 1, 2, 0])),
-    "text.data": made("text"),
-    "unpack_x_y_sample_weight.batch": made((X, Y)),
+    "sparse_categorical_crossentropy.y_true": constant(np.array([0, 1, 2, 0])),
+    "SparseCategoricalCrossentropy.__call__.y_true": constant(np.array([0, 1, 2, 0])),
+    "text.data": constant("text"),
+    "unpack_x_y_sample_weight.batch": constant((X, Y)),
 }
 """The same for one function."""
 
@@ -364,11 +366,11 @@ USE: dict[type, Callable[[World, Any], Any]] = {
     dj.experimental.partitioners.Partitioner: lambda w, value: value((4, 3), np.float32),
     contextlib.AbstractContextManager: lambda w, value: contextlib.ExitStack().enter_context(value),
 }
-"""What is done with objects that were made with a wrong argument, which may come out there only."""
+"""What is done with objects that were made with a wrong argument, which may only fail in use."""
 
 
 def use(w: World, value: Any) -> None:
-    """Does with an object what it is for."""
+    """Uses an object as its class is meant to be used."""
     for kind, action in USE.items():
         if isinstance(value, kind):
             action(w, value)
@@ -387,7 +389,7 @@ class Target:
 
 
 def targets() -> list[Target]:
-    """Returns everything public that can be called with an argument, each once."""
+    """Returns everything public that can be called with an argument, once."""
     found: dict[Any, Target] = {}
     classes: dict[str, type] = {}
     for public in public_objects(dj):
@@ -421,7 +423,7 @@ def _is_called(owner: type | None, last: str, call: Any) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """One call: which, and with a wrong value for which parameter."""
+    """One call with a wrong value for one parameter."""
 
     number: int
     target: Target
@@ -431,7 +433,7 @@ class Case:
 
 
 def cases(count: int) -> Iterator[Case]:
-    """Returns so many cases, in which every parameter of every target gets its turn."""
+    """Yields this many cases, in which the parameters of all targets take turns."""
     pairs = [(target, p) for target in targets() for p in target.parameters]
     for number in range(count):
         turn, place = divmod(number, len(pairs))
@@ -452,7 +454,7 @@ def _bad(w: World, seeded: random.Random) -> Any:
 
 
 def arguments(w: World, case: Case) -> tuple[list[Any], dict[str, Any]]:
-    """Returns what a case passes."""
+    """Returns the arguments of a case."""
     seeded = random.Random(f"{case.target.name} {case.parameter.name} {case.turn}")
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -502,12 +504,12 @@ class HangError(BaseException):
     """A case did not end in time."""
 
 
-def _ring(*_: Any) -> None:
+def _raise_hang(*_: Any) -> None:
     raise HangError
 
 
 def fault(w: World, case: Case) -> str | None:
-    """Runs a case, and returns what is wrong with how it ended; None where it succeeded or is refused."""
+    """Runs a case, and returns what is wrong with its error; None if it succeeds or is refused properly."""
     return contextvars.copy_context().run(_fault, w, case)  # a default writer ends with its case
 
 
@@ -515,7 +517,7 @@ def _fault(w: World, case: Case) -> str | None:
     with _quiet():
         args, kwargs = arguments(w, case)
         call = case.target.call
-        old = signal.signal(signal.SIGALRM, _ring)
+        old = signal.signal(signal.SIGALRM, _raise_hang)
         signal.alarm(SECONDS)
         try:
             if case.target.owner is not None:
@@ -545,7 +547,7 @@ def _text(case: Case, args: list[Any], kwargs: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Leaves out what is printed, and every connection to another machine."""
+    """Suppresses output, and refuses connections to other machines."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise ConnectionRefusedError("no connections in a test")
@@ -571,7 +573,7 @@ _ARITY = re.compile(
 
 
 def raw(error: BaseException) -> str | None:
-    """Returns what is wrong with an error; None for ours, and for those of the user's functions."""
+    """Returns what is wrong with an error; None for the library's errors and those of user functions."""
     frames = list(traceback.walk_tb(error.__traceback__))
     files = [frame.f_code.co_filename for frame, _ in frames]
     first_of_library = next((i for i, f in enumerate(files) if f.startswith(LIBRARY)), len(files))

@@ -1,4 +1,4 @@
-"""The public names of a package, the members of its classes, and what is wrong with them."""
+"""The public names of a package, the members of its classes, and faults in their documentation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECTION = re.compile(r"^(Args|Returns|Yields|Raises|Example|Attributes|Source|Re
 
 @dataclass(frozen=True)
 class Public:
-    """A public object: where it is found, and which module shows it."""
+    """A public object, its name, and the public module that lists it."""
 
     name: str
     """As the user writes it after importing the package."""
@@ -26,7 +26,7 @@ class Public:
 
 
 def public_modules(package: ModuleType) -> list[ModuleType]:
-    """Returns the package and the sub-packages it lists, and theirs."""
+    """Returns the package and its public sub-packages."""
     listed = [getattr(package, name, None) for name in package.__all__]
     inner = [value for value in listed if isinstance(value, ModuleType)]
     return [package, *(module for value in inner for module in public_modules(value))]
@@ -70,7 +70,7 @@ def _function(member: Any) -> Any:
 
 
 def list_faults(package: ModuleType) -> Iterator[str]:
-    """Returns where a list of names is unsorted, incomplete, or lists what cannot be imported."""
+    """Yields faults of ``__all__``: unsorted, incomplete, or with a name that cannot be imported."""
     for module in public_modules(package):
         names = list(module.__all__)
         if names != sorted(set(names)):
@@ -94,7 +94,7 @@ def _imported_for_users(module: ModuleType) -> set[str]:
 
 
 def docstring_faults(package: ModuleType) -> Iterator[str]:
-    """Returns which public objects have no docstring, or one that names other arguments."""
+    """Yields public objects without a docstring, or with one that documents other arguments."""
     for public in public_objects(package):
         value, last = public.value, public.name.rpartition(".")[2]
         if last == "__init__" or not callable(value):
@@ -107,7 +107,7 @@ def docstring_faults(package: ModuleType) -> Iterator[str]:
 
 
 def _is_generated(cls: type) -> bool:
-    """Returns whether a docstring is inherited, or the signature that ``dataclass`` writes."""
+    """True if a docstring is inherited, or the signature that ``dataclass`` writes."""
     text = cls.__dict__.get("__doc__") or ""
     return not text or text.startswith(f"{cls.__name__}(")
 
@@ -121,7 +121,7 @@ def _argument_faults(name: str, function: Any, text: str) -> Iterator[str]:
 
 
 def documented_arguments(text: str) -> list[str]:
-    """Reads the names below ``Args:`` in a docstring."""
+    """Returns the names below ``Args:`` in a docstring."""
     _, found, rest = text.partition("Args:\n")
     if not found:
         return []
@@ -130,7 +130,7 @@ def documented_arguments(text: str) -> list[str]:
 
 
 def module_faults(package: ModuleType) -> Iterator[str]:
-    """Returns which classes and functions show a private module in tracebacks and help."""
+    """Yields classes and functions that show a private module in tracebacks and help."""
     shown = {module.__name__ for module in public_modules(package)}
     for public in public_objects(package):
         is_listed = f"{public.shown_by}.{public.name.rpartition('.')[2]}" == public.name
@@ -140,7 +140,7 @@ def module_faults(package: ModuleType) -> Iterator[str]:
 
 
 def annotation_faults(package: ModuleType) -> Iterator[str]:
-    """Returns which public functions and methods lack the type of an argument or of the result."""
+    """Yields public functions and methods with an unannotated argument or result."""
     for public in public_objects(package):
         if not inspect.isfunction(public.value):
             continue

@@ -1,4 +1,4 @@
-"""No wrong argument of any public function hangs, crashes, or fails inside JAX, NumPy, Flax or Python."""
+"""Wrong arguments of public functions are refused: none hangs, or fails inside JAX, NumPy, Flax or Python."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from distribute_jax import _checks
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Everything that cases share, with a folder for the files that some of them write."""
+    """The objects that cases share, and a folder for files."""
     folder: Path = tmp_path_factory.mktemp("bad")
     with contextlib.chdir(folder):
         yield World(folder)
 
 
 def faults(world: World, count: int) -> list[str]:
-    """Returns what is wrong with the answers to so many cases."""
+    """Runs this many cases, and returns what is wrong with their errors."""
     return [text for case in bad_input.cases(count) if (text := bad_input.fault(world, case))]
 
 
 def test_wrong_arguments_are_refused_by_name(world: World) -> None:
-    """200 of the cases, each of another parameter."""
+    """200 cases, each of another parameter."""
     found = faults(world, 200)
     assert not found, "\n".join(found)
 
 
 @pytest.mark.exhaustive
 def test_every_parameter_is_given_several_wrong_values(world: World) -> None:
-    """3,200 cases: every parameter of all that is public, four times and more."""
+    """3,200 cases: every parameter of the public API, at least four times."""
     found = faults(world, 3200)
     assert not found, f"{len(found)} of 3200:\n" + "\n".join(found)
 
 
-def test_every_class_has_an_object_whose_methods_are_called(world: World) -> None:
-    """Of a new class too, made from the types of its arguments, or named in the generator."""
+def test_every_class_has_a_receiver(world: World) -> None:
     for target in bad_input.targets():
         if target.owner is not None:
             with contextlib.suppress(dj.ClusterError):  # of resolvers, without their cluster
                 assert isinstance(bad_input.receiver(world, target), object)
 
 
-def test_a_check_that_is_removed_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the one place that compares arguments with their annotations, errors are Python's."""
-    monkeypatch.setattr(_checks, "_is_one", lambda value, types: True)
+def test_faults_are_found_without_the_checks_of_types(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_checks, "_has_type", lambda value, types: True)
     found = faults(world, 80)
     assert any("TypeError" in line for line in found)

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of public objects run as they stand, each on its own."""
+"""The examples in public docstrings run as they stand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLES = [p for p in public_objects(dj) if ">>>" in (getattr(p.value, "__doc__
 
 
 def failures(public: Public) -> str:
-    """Runs the example of one object in an empty namespace; gives what doctest says went wrong."""
+    """Runs the example of one object in an empty namespace, and returns doctest's report of failures."""
     parser = doctest.DocTestParser()
     test = parser.get_doctest(public.value.__doc__, {}, public.name, None, None)
     said: list[str] = []

@@ -1,4 +1,4 @@
-"""Names of TensorFlow and Keras that are not here are answered with what to type."""
+"""Errors for names of TensorFlow, Keras and others that are absent here say what to type instead."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ def thing(path: str) -> Any:
 
 
 @pytest.mark.parametrize("owner", ABSENT)
-def test_a_name_that_is_answered_is_not_here(owner: str):
-    """So that an entry goes when the name comes."""
+def test_names_in_the_table_are_absent(owner: str):
     for name in ABSENT[owner]:
         with pytest.raises(AttributeError):
             inspect.getattr_static(thing(owner), name)
 
 
 @pytest.mark.parametrize("owner", KEYWORDS)
-def test_a_keyword_that_is_answered_is_not_taken(owner: str):
-    """The answer stands in the TypeError."""
+def test_keywords_in_the_table_are_absent_and_hinted_at(owner: str):
     function = thing(owner)
     assert not KEYWORDS[owner].keys() & inspect.signature(function).parameters.keys()
     for name, instead in KEYWORDS[owner].items():
@@ -46,8 +44,7 @@ def test_a_keyword_that_is_answered_is_not_taken(owner: str):
             function(**{name: 1})
 
 
-def test_the_page_shows_the_table():
-    """The tables of docs/absent_names.md are those that answer."""
+def test_docs_absent_names_shows_the_table():
     lines = [f"| `{o}.{name}` | {text} |" for o in ABSENT for name, text in ABSENT[o].items()]
     lines += [
         f"| `{o}({name}=)` | {text} |" for o in KEYWORDS for name, text in KEYWORDS[o].items()
@@ -56,8 +53,7 @@ def test_the_page_shows_the_table():
     assert shown == lines, "\n".join(lines)
 
 
-def test_modules_and_objects_answer(s2: dj.MirroredStrategy):
-    """The answer stands in the AttributeError; ``hasattr`` is False, and other names get no answer."""
+def test_modules_and_objects_say_what_to_type(s2: dj.MirroredStrategy):
     with s2.scope():
         model = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
         optimizer = dj.Optimizer(model.module, optax.sgd(0.1))
@@ -85,7 +81,6 @@ def test_modules_and_objects_answer(s2: dj.MirroredStrategy):
 
 
 def test_a_model_is_called_as_its_module(s2: dj.MirroredStrategy):
-    """As Keras's; the module keeps its own keywords."""
     with s2.scope():
         model = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
     x = jnp.ones((2, 3))
@@ -93,8 +88,7 @@ def test_a_model_is_called_as_its_module(s2: dj.MirroredStrategy):
     np.testing.assert_array_equal(model(x), expected)
 
 
-def test_gradients_are_applied_by_keras_name(s2: dj.MirroredStrategy):
-    """As by ``update``, which sums them; pairs are answered with what to write."""
+def test_apply_gradients_of_keras(s2: dj.MirroredStrategy):
     with s2.scope():
         model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
         optimizer = dj.Optimizer(model, optax.sgd(0.5))
@@ -112,7 +106,7 @@ def test_gradients_are_applied_by_keras_name(s2: dj.MirroredStrategy):
 
 
 def test_a_property_that_fails_keeps_its_error():
-    """Python asks ``__getattr__`` after an AttributeError in a property."""
+    """Python calls ``__getattr__`` after an AttributeError in a property."""
 
     class Mine(dj.metrics.Metric):
         @property

@@ -1,4 +1,4 @@
-"""Every public name is listed once, sorted, documented, typed, and says where it is public."""
+"""Every public name is listed once, sorted, documented, typed, and shows its public module."""
 
 from __future__ import annotations
 

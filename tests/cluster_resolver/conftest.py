@@ -1,4 +1,4 @@
-"""An environment without a cluster, and a small HTTP server in the place of remote services."""
+"""An environment without a cluster, and a small HTTP server that stands in for remote services."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = (
 
 @pytest.fixture(autouse=True)
 def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Hides the cluster that the tests themselves may run in, and forgets GPUs divided before."""
+    """Hides the cluster in which the tests may run, and resets the GPUs that resolvers have divided."""
     import os
 
     for name in list(os.environ):
@@ -44,7 +44,7 @@ def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Server(ThreadingHTTPServer):
-    """Answers a path with what ``answers`` holds: a text, a status, or a list, one for each request."""
+    """Answers each path as ``answers`` says: with a text, a status, or the next item of a list."""
 
     daemon_threads = True
 
@@ -88,12 +88,12 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(answer.encode())
 
     def log_message(self, *_: object) -> None:
-        """Keeps quiet."""
+        """Logs nothing."""
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    """A server on loopback that ends with the test."""
+    """An HTTP server on loopback, for one test."""
     server = Server()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

@@ -1,4 +1,4 @@
-"""Which resolver is used where, and the message where no cluster is found."""
+"""The order of ``detect()``, and its message when there is no cluster."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("name", AROUND)
-def test_the_first_in_the_order_is_found_among_all_that_come_after(monkeypatch, name):
-    """Our own launcher, what the user wrote, another launcher, the platform."""
+def test_detect_uses_the_first_resolver_that_is_present(monkeypatch, name):
     names = [resolver.__name__ for resolver in ORDER]
     assert names == list(AROUND)
     for later in names[names.index(name) :]:
@@ -46,11 +45,11 @@ def test_the_first_in_the_order_is_found_among_all_that_come_after(monkeypatch, 
     assert type(dj.cluster_resolver.detect()).__name__ == name
 
 
-def test_where_there_is_none_the_message_lists_what_was_looked_for(monkeypatch):
-    """With what is there of each, since half a launch is a mistake more often than chance."""
+def test_without_a_cluster_the_message_lists_what_was_looked_for(monkeypatch):
+    """Variables that are set are listed too, since half a launch is usually a mistake."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("TF_CONFIG", "{}")
-    with pytest.raises(RuntimeError, match="No cluster was found around this process") as error:
+    with pytest.raises(RuntimeError, match="No cluster was detected") as error:
         dj.cluster_resolver.detect()
     assert isinstance(error.value, dj.NoClusterError)
     lines = str(error.value).splitlines()
@@ -61,8 +60,8 @@ def test_where_there_is_none_the_message_lists_what_was_looked_for(monkeypatch):
     assert lines[-1].endswith("task_type='worker', task_id=0).")
 
 
-def test_a_cluster_that_is_described_wrongly_is_not_passed_over(monkeypatch):
-    """Else a typing error in TF_CONFIG would train on one machine, alone."""
+def test_a_malformed_description_raises(monkeypatch):
+    """Otherwise a typo in TF_CONFIG would train on a single machine."""
     monkeypatch.setenv("TF_CONFIG", "{")
     with pytest.raises(dj.TFConfigError):
         dj.cluster_resolver.detect()

@@ -1,4 +1,4 @@
-"""Google Cloud: instance groups and TPUs, asked through a server on loopback."""
+"""GCE instance groups and Cloud TPUs, with requests to a server on loopback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INSTANCE = "/compute/v1/projects/p/zones/z/instances/"
 
 @pytest.fixture
 def google(server, monkeypatch):
-    """A server in the place of the metadata server and the APIs, with two running instances."""
+    """A server in place of the metadata server and the APIs, with two running instances."""
     credentials = Credentials("secret")
     monkeypatch.setattr("google.auth.default", lambda scopes: (credentials, "project"))
     monkeypatch.setenv("GCE_METADATA_HOST", server.host)
@@ -39,8 +39,8 @@ def _group(**more):
     return GCEClusterResolver("p", "z", "g", 8470, **more)
 
 
-def test_running_instances_are_workers_in_the_order_of_their_addresses(google):
-    """Page by page, with the token of this machine, and only those that run."""
+def test_running_instances_are_workers_sorted_by_address(google):
+    """Of all pages, requested with the token of this machine."""
     resolver = _group()
     assert resolver.cluster_spec().as_dict() == {"worker": ["10.0.0.1:8470", "10.0.0.2:8470"]}
     assert (resolver.task_type, resolver.task_id) == ("worker", 0)
@@ -54,8 +54,7 @@ def test_running_instances_are_workers_in_the_order_of_their_addresses(google):
     assert set(authorized) == {"Bearer secret"}
 
 
-def test_an_instance_finds_itself_by_its_address(google):
-    """So that all instances can run the same line."""
+def test_an_instance_finds_its_index_by_its_address(google):
     google.answers[f"{META}/instance/network-interfaces/0/ip"] = "10.0.0.2"
     resolver = _group(task_id=None)
     assert (resolver.task_id, resolver.process_id, resolver.num_processes) == (1, 1, 2)
@@ -69,14 +68,13 @@ def test_an_instance_finds_itself_by_its_address(google):
     ("credentials", "header"),
     [(None, None), ("mine", "Bearer mine"), (Credentials("held"), "Bearer held")],
 )
-def test_credentials_may_be_given(google, credentials, header):
-    """None, a token, or credentials of google.auth."""
+def test_credentials_may_be_none_a_token_or_an_object(google, credentials, header):
     _group(credentials=credentials).cluster_spec()
     assert {headers.get("authorization") for _, _, headers, _ in google.asked} == {header}
 
 
-def test_a_client_of_googles_may_be_given():
-    """As googleapiclient builds it, pages included."""
+def test_gce_with_a_googleapiclient_service():
+    """Pages included."""
     pages = iter([["i2"], ["i1"]])
     ips = {"i1": "10.0.0.1", "i2": "10.0.0.2"}
 
@@ -100,8 +98,7 @@ def test_a_client_of_googles_may_be_given():
     assert spec.as_dict() == {"ps": ["10.0.0.1:8470", "10.0.0.2:8470"]}
 
 
-def test_a_group_that_cannot_be_used_is_an_error(google):
-    """No instance, no address, no right, and a job that is fixed."""
+def test_unusable_groups_raise(google):
     google.answers[INSTANCE + "i1"] = json.dumps({"name": "i1"})
     with pytest.raises(RuntimeError, match="the instance 'i1' has no address inside the network"):
         _group().cluster_spec()
@@ -120,8 +117,7 @@ def test_a_group_that_cannot_be_used_is_an_error(google):
 
 
 @pytest.mark.parametrize("text", ["", "a:b", "a:1:", "a,,b"])
-def test_endpoints_of_another_form_are_refused(text):
-    """No host is guessed."""
+def test_malformed_endpoints_raise(text):
     with pytest.raises(RuntimeError, match="neither a list of names nor of name:port:address"):
         parse_endpoints(text)
 
@@ -132,7 +128,7 @@ def _attributes(server, **values):
 
 
 def test_the_hosts_of_this_tpu_come_from_the_metadata_server(google):
-    """Asked once, however often the resolver is; a TPU without tpu-env is one slice."""
+    """They are requested once; a TPU without tpu-env is one slice."""
     _attributes(
         google, agent_worker_number="1", worker_network_endpoints="u:8470:10.0.0.2,u:8470:10.0.0.3"
     )
@@ -146,8 +142,7 @@ def test_the_hosts_of_this_tpu_come_from_the_metadata_server(google):
     assert len(google.asked) == 3
 
 
-def test_slices_are_numbered_one_after_the_other(google):
-    """A slice knows its own hosts and where process 0 is."""
+def test_processes_are_numbered_slice_by_slice(google):
     env = "MEGASCALE_NUM_SLICES: '3'\nMEGASCALE_SLICE_ID: '1'\nMEGASCALE_COORDINATOR_ADDRESS: 'first:8080'"
     _attributes(google, agent_worker_number="1", worker_network_endpoints="a,b", tpu_env=env)
     resolver = TPUClusterResolver()
@@ -157,8 +152,7 @@ def test_slices_are_numbered_one_after_the_other(google):
     assert resolver.coordinator_address == "first:8482"
 
 
-def test_the_environment_of_kubernetes_engine_is_enough(monkeypatch):
-    """Nobody is asked."""
+def test_the_environment_of_kubernetes_engine_needs_no_request(monkeypatch):
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "big-0.big, big-1.big")
     monkeypatch.setenv("TPU_WORKER_ID", "1")
     resolver = TPUClusterResolver(
@@ -180,8 +174,7 @@ def test_the_environment_of_kubernetes_engine_is_enough(monkeypatch):
 
 
 @pytest.mark.parametrize("tpu", ["local", ""])
-def test_a_local_tpu_is_this_process_with_the_devices_it_has(tpu):
-    """Simulated ones too, so that programs for TPUs run in tests."""
+def test_a_local_tpu_is_this_process_with_its_devices(tpu):
     resolver = TPUClusterResolver(tpu)
     assert not resolver.cluster_spec()
     assert (resolver.num_processes, resolver.process_id, resolver.coordinator_address) == (
@@ -197,8 +190,7 @@ def test_a_local_tpu_is_this_process_with_the_devices_it_has(tpu):
     assert metadata.num_of_cores_per_host == jax.local_device_count()
 
 
-def test_addresses_may_be_given(google):
-    """The machine knows which of them it is."""
+def test_a_tpu_by_its_addresses(google):
     _attributes(google, agent_worker_number="1", worker_network_endpoints="a,b")
     resolver = TPUClusterResolver("grpc://10.0.0.2:1,grpc://10.0.0.3:1")
     assert resolver.cluster_spec().as_dict() == {"worker": ["10.0.0.2:1", "10.0.0.3:1"]}
@@ -213,8 +205,8 @@ READY = {
 }
 
 
-def test_a_tpu_is_found_by_its_name(google):
-    """Project and zone are those of this machine where they are not given."""
+def test_a_tpu_by_its_name(google):
+    """Project and zone default to those of this machine."""
     google.answers[NODE] = json.dumps(READY)
     google.answers[f"{META}/project/project-id"] = "p"
     google.answers[f"{META}/instance/zone"] = "projects/123/zones/us-z"
@@ -236,8 +228,7 @@ def test_a_tpu_is_found_by_its_name(google):
         ({"networkEndpoints": []}, "has no addresses"),
     ],
 )
-def test_a_tpu_that_cannot_be_used_is_an_error(google, monkeypatch, change, says):
-    """With its state, and at connect already."""
+def test_unusable_tpus_raise(google, monkeypatch, change, says):
     monkeypatch.setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", google.url)
     google.answers[NODE] = json.dumps(READY | change)
     with pytest.raises(RuntimeError, match=says):
@@ -246,8 +237,7 @@ def test_a_tpu_that_cannot_be_used_is_an_error(google, monkeypatch, change, says
     assert TPUClusterResolver.connect("mine", zone="us-z", project="p").num_processes == 2
 
 
-def test_a_client_of_googles_may_be_given_for_a_tpu():
-    """As googleapiclient builds it."""
+def test_tpu_with_a_googleapiclient_service():
     asked = []
 
     def get(name):
@@ -263,7 +253,6 @@ def test_a_client_of_googles_may_be_given_for_a_tpu():
     assert asked == ["projects/p/locations/us-z/nodes/mine"]
 
 
-def test_half_a_coordinator_is_refused():
-    """A name without an address is a job without a task."""
+def test_a_coordinator_needs_name_and_address():
     with pytest.raises(ValueError, match="give both or neither"):
         TPUClusterResolver("local", coordinator_name="lead")

@@ -1,4 +1,4 @@
-"""Requests to services: bounded in time, and errors that say which address did what."""
+"""HTTP requests: timeouts, retries, and errors that name the URL."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ def _service(root, timeout=10.0, credentials=None):
     return google_service("The test", root, credentials, timeout)
 
 
-def test_an_answer_is_returned_as_it_is(server):
-    """By GET without a body and by POST with one, with the token."""
+def test_get_and_post_with_a_token(server):
     server.answers["/a?b=c"] = '{"d": 1}'
     service = _service(server.url, credentials="secret")
     assert service.json("/a?b=c") == {"d": 1}
@@ -31,8 +30,7 @@ def test_an_answer_is_returned_as_it_is(server):
     )
 
 
-def test_a_service_that_is_busy_is_asked_again(server):
-    """Until it answers, and not more often than three times."""
+def test_a_busy_service_is_retried_twice(server):
     server.answers["/a"] = [503, 429, "now"]
     assert _service(server.url).text("/a") == "now"
     server.answers["/a"] = 503
@@ -42,8 +40,7 @@ def test_a_service_that_is_busy_is_asked_again(server):
     assert len(server.asked) == 6
 
 
-def test_a_refusal_is_final_and_shown_without_the_token(server):
-    """A 403 does not change by asking again."""
+def test_a_refusal_is_not_retried_and_hides_the_token(server):
     server.answers["/a"] = 403
     with pytest.raises(
         RuntimeError, match=r"The test: http://127.0.0.1:\d+/a answered 403 .*Check project"
@@ -53,8 +50,7 @@ def test_a_refusal_is_final_and_shown_without_the_token(server):
     assert "secret" not in str(error.value)
 
 
-def test_an_answer_that_does_not_come_is_an_error_in_time(server):
-    """A silent service is not asked again, and its address is named."""
+def test_a_silent_service_times_out_without_a_retry(server):
     server.answers["/a"] = "silence"
     start = time.monotonic()
     with pytest.raises(
@@ -65,8 +61,7 @@ def test_an_answer_that_does_not_come_is_an_error_in_time(server):
     assert error.value.status is None
 
 
-def test_nobody_at_an_address_is_an_error_that_names_it():
-    """After three attempts, well before the time is over."""
+def test_a_refused_connection_names_the_url():
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # bound and not listening: refused
         root = f"http://127.0.0.1:{bound.getsockname()[1]}"
@@ -75,16 +70,15 @@ def test_nobody_at_an_address_is_an_error_that_names_it():
 
 
 @pytest.mark.parametrize("answer", ["<html>", "[1]", ""])
-def test_an_answer_of_another_form_is_shown(server, answer):
-    """A proxy's page is not a JSON object."""
+def test_an_answer_that_is_not_a_json_object_is_shown(server, answer):
+    """Such as the page of a proxy."""
     server.answers["/a"] = answer
     with pytest.raises(RuntimeError, match="which is not a JSON object"):
         _service(server.url).json("/a")
 
 
 @pytest.mark.parametrize("package", ["google.auth", "requests"])
-def test_without_its_packages_the_error_names_the_extra(monkeypatch, package):
-    """What to install stands in the message."""
+def test_missing_packages_name_the_extra(monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(dj.MissingPackageError, match=r"distribute-jax\[gcp\]"):
         _service("http://a")

@@ -1,4 +1,4 @@
-"""Kubernetes: pods by their labels, Indexed Jobs and JobSets, and the API behind both."""
+"""Kubernetes: pods by label, Indexed Jobs, JobSets, and requests to the API."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _pod(name, phase="Running", ip=None):
 
 
 class Stub:
-    """Answers as kubernetes.client.CoreV1Api does."""
+    """A stand-in for ``kubernetes.client.CoreV1Api``."""
 
     def __init__(self, **pods):
         self.pods = pods
@@ -36,8 +36,8 @@ class Stub:
 TWO = Stub(job_name_tensorflow=[_pod("b", ip="10.0.0.1"), _pod("a", ip="10.0.0.2")])
 
 
-def test_pods_are_workers_in_the_order_of_their_names():
-    """At their own addresses, not at their hosts'."""
+def test_pods_are_workers_sorted_by_name():
+    """At their own addresses, not those of their hosts."""
     resolver = KubernetesClusterResolver(override_client=TWO)
     assert resolver.cluster_spec().as_dict() == {"worker": ["10.0.0.2:8470", "10.0.0.1:8470"]}
     assert (resolver.task_type, resolver.task_id, resolver.master()) == (None, None, "")
@@ -49,14 +49,13 @@ def test_pods_are_workers_in_the_order_of_their_names():
 
 
 def test_a_pod_finds_its_task_by_its_name(monkeypatch):
-    """The host name of a pod is its name."""
     monkeypatch.setenv("HOSTNAME", "b")
     resolver = KubernetesClusterResolver(override_client=TWO)
     assert (resolver.task_type, resolver.task_id, resolver.process_id) == ("worker", 1, 1)
 
 
 def test_each_job_has_its_selectors():
-    """A pod that two selectors find is one pod."""
+    """A pod that two selectors match counts once."""
     stub = Stub(
         a_1=[_pod("x", ip="1")], b_1=[_pod("x", ip="1"), _pod("y", ip="2")], c_1=[_pod("p", ip="3")]
     )
@@ -80,15 +79,14 @@ def test_each_job_has_its_selectors():
         ([], "no pod of the job 'worker' has the labels"),
     ],
 )
-def test_all_pods_must_run(pods, says):
-    """A cluster that is not whole is an error that names the pod."""
+def test_pods_that_do_not_run_raise(pods, says):
     with pytest.raises(RuntimeError, match=says):
         KubernetesClusterResolver(override_client=Stub(job_name_tensorflow=pods)).cluster_spec()
 
 
 @pytest.fixture
 def pod(server, monkeypatch, tmp_path):
-    """Makes this process a pod in the namespace ``team``, and the server the API."""
+    """Makes this process a pod in the namespace ``team``, and the server its API."""
 
     def load(configuration):
         configuration.host = server.url
@@ -109,15 +107,13 @@ PODS = {
 
 
 def test_a_pod_lists_those_of_its_namespace_with_its_token(server, pod):
-    """A service account seldom may list the pods of all namespaces."""
     server.answers[f"/api/v1/namespaces/team/pods{LABELLED}"] = json.dumps(PODS)
     spec = KubernetesClusterResolver().cluster_spec()
     assert spec.as_dict() == {"worker": ["10.0.0.1:8470", "10.0.0.2:8470"]}
     assert server.asked[0][2]["authorization"] == "bearer secret"
 
 
-def test_off_the_cluster_the_kubeconfig_file_says_where_the_api_is(server, monkeypatch, tmp_path):
-    """And the pods of all namespaces are listed."""
+def test_off_cluster_the_kubeconfig_file_has_address_and_token(server, monkeypatch, tmp_path):
     config = {
         "clusters": [{"name": "c", "cluster": {"server": server.url}}],
         "users": [{"name": "u", "user": {"token": "mine"}}],
@@ -134,14 +130,12 @@ def test_off_the_cluster_the_kubeconfig_file_says_where_the_api_is(server, monke
     assert server.asked[0][2]["authorization"] == "Bearer mine"
 
 
-def test_outside_a_pod_the_api_is_not_found():
-    """The message says what to pass."""
+def test_outside_a_pod_the_message_says_what_to_pass():
     with pytest.raises(RuntimeError, match=r"Outside of a pod pass executable_location="):
         KubernetesClusterResolver().cluster_spec()
 
 
-def test_an_api_that_does_not_answer_is_named_in_time(server, pod, monkeypatch):
-    """It is not asked again."""
+def test_a_silent_api_times_out_without_a_retry(server, pod, monkeypatch):
     monkeypatch.setattr(_kubernetes, "_SECONDS", 0.3)
     server.answers[f"/api/v1/namespaces/team/pods{LABELLED}"] = "silence"
     with pytest.raises(dj.ServiceError, match=rf"no answer from {server.url} within 0.3 s"):
@@ -149,15 +143,13 @@ def test_an_api_that_does_not_answer_is_named_in_time(server, pod, monkeypatch):
     assert len(server.asked) == 1
 
 
-def test_without_the_package_the_error_names_the_extra(monkeypatch):
-    """What to install stands in the message."""
+def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     with pytest.raises(dj.MissingPackageError, match=r"distribute-jax\[kubernetes\]"):
         KubernetesClusterResolver().cluster_spec()
 
 
-def test_another_location_is_refused():
-    """Such as a bool."""
+def test_another_executable_location_is_refused():
     with pytest.raises(ValueError, match="'within_cluster', 'off_cluster'"):
         KubernetesClusterResolver(executable_location=True)
 
@@ -170,7 +162,7 @@ def _job(completions=4, parallelism=4, subdomain="pods", labels=None):
 
 @pytest.fixture
 def indexed(server, pod, monkeypatch):
-    """Makes this process a pod of a Job; returns its resolver."""
+    """Makes this process a pod of a Job, and returns its resolver."""
 
     def play(job, index, host, answer):
         monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
@@ -181,8 +173,8 @@ def indexed(server, pod, monkeypatch):
     return play
 
 
-def test_the_pods_of_an_indexed_job_have_its_names(indexed):
-    """The API is asked for the Job alone: which pods run already does not matter."""
+def test_the_addresses_of_an_indexed_job_come_from_its_name(indexed):
+    """Only the Job is requested: its pods need not run yet."""
     resolver = indexed("train", 2, "train-2", _job())
     names = ["train-0.pods:1", "train-1.pods:1", "train-2.pods:1", "train-3.pods:1"]
     assert resolver.cluster_spec().as_dict() == {"worker": names}
@@ -191,7 +183,6 @@ def test_the_pods_of_an_indexed_job_have_its_names(indexed):
 
 
 def test_the_jobs_of_a_job_set_are_one_cluster(indexed):
-    """Slice by slice, in the order of the Jobs."""
     key = "jobset.sigs.k8s.io/"
     labels = {f"{key}job-index": "1", f"{key}replicatedjob-replicas": "3"}
     resolver = indexed("big-slice-1", 1, "big-slice-1-1", _job(2, 2, "big", labels))
@@ -204,14 +195,13 @@ def test_the_jobs_of_a_job_set_are_one_cluster(indexed):
 @pytest.mark.parametrize(
     ("host", "answer", "says"),
     [
-        ("train-2", _job(4, 2), "could never meet. Set spec.parallelism"),
+        ("train-2", _job(4, 2), "never all run at once. Set spec.parallelism"),
         ("train-2", _job(subdomain=None), "Add a headless Service"),
         ("other", _job(), "does not end in -2"),
         ("train-2", 403, "answered 403 .* a Role with the verbs get and list"),
     ],
 )
-def test_a_job_whose_pods_cannot_meet_is_an_error(indexed, host, answer, says):
-    """Each with what to change in the manifest."""
+def test_an_unsuitable_job_says_what_to_change(indexed, host, answer, says):
     with pytest.raises(RuntimeError, match=says):
         indexed("train", 2, host, answer).cluster_spec()
 
@@ -224,8 +214,7 @@ def test_a_job_whose_pods_cannot_meet_is_an_error(indexed, host, answer, says):
         ({"PROCESS_ID": "1"}, (4, 1, "train-0.pods:8470")),
     ],
 )
-def test_a_manifest_that_says_it_all_needs_no_api(monkeypatch, variables, answers):
-    """Nor a service account that may ask."""
+def test_variables_in_the_manifest_replace_the_api(monkeypatch, variables, answers):
     manifest = {
         "JOB_COMPLETION_INDEX": "3",
         "NUM_PROCESSES": "4",

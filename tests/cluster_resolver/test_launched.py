@@ -1,4 +1,4 @@
-"""The resolver of the processes that our own launcher has started."""
+"""The resolver for processes that ``distribute-jax launch`` has started."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def launched(monkeypatch, tmp_path):
     return become
 
 
-def test_all_processes_meet_where_process_0_says(launched, tmp_path):
-    """Its port is picked once for each attempt; the others wait for it."""
+def test_all_processes_get_the_address_that_process_0_publishes(launched, tmp_path):
+    """Process 0 picks a port for each attempt; the others wait for it."""
     resolver = launched(1)
     addresses = []
     waiting = threading.Thread(target=lambda: addresses.append(resolver.coordinator_address))
@@ -55,8 +55,7 @@ def test_all_processes_meet_where_process_0_says(launched, tmp_path):
         pass  # nobody has it
 
 
-def test_a_process_0_that_never_says_where_it_is_is_named(launched, tmp_path):
-    """After the timeout, with the file that is missing."""
+def test_waiting_for_process_0_times_out(launched, tmp_path):
     launched(1)
     resolver = dj.cluster_resolver.LaunchedClusterResolver(timeout=0.1)
     with pytest.raises(
@@ -66,8 +65,7 @@ def test_a_process_0_that_never_says_where_it_is_is_named(launched, tmp_path):
     assert str(tmp_path / "coordinator-0") in str(error.value)
 
 
-def test_an_address_of_another_machine_is_refused_by_name(launched):
-    """Process 0 must be able to listen there."""
+def test_process_0_must_be_able_to_listen_at_its_address(launched):
     resolver = launched(0, **{_supervision.HOST: "192.0.2.1"})
     with pytest.raises(dj.ClusterError, match=r"process 0 cannot listen on '192\.0\.2\.1'"):
         _ = resolver.coordinator_address

@@ -1,4 +1,4 @@
-"""torchrun, Open MPI and SageMaker: what their variables say."""
+"""torchrun, Open MPI and SageMaker: the cluster from their environment variables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ URI = "1531576320.0;tcp://10.96.0.1,10.148.0.1,10.108.0.1:34911"
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Sets variables; None takes one away."""
+    """Sets variables; None removes one."""
 
     def play(variables, **more):
         for name, value in (variables | more).items():
@@ -39,8 +39,7 @@ def launched(monkeypatch):
     return play
 
 
-def test_torchrun_says_rank_size_and_where(launched):
-    """Each rank is a worker; only the first has a known address."""
+def test_torchrun(launched):
     launched(TORCHRUN)
     resolver = TorchrunClusterResolver(rpc_layer="grpc")
     assert resolver.cluster_spec().as_dict() == {"worker": ["a:29500", "", "", ""]}
@@ -50,8 +49,7 @@ def test_torchrun_says_rank_size_and_where(launched):
     assert (resolver.master(), resolver.master("worker", 1)) == ("grpc://a:29500", "")
 
 
-def test_torchrun_that_listens_itself_leaves_the_port_above(launched):
-    """Its agent holds MASTER_PORT, so process 0 could not listen there."""
+def test_if_torchrun_listens_on_the_port_process_0_takes_the_next(launched):
     launched(TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="True", LOCAL_RANK=None)
     assert TorchrunClusterResolver().coordinator_address == "a:29501"
     assert TorchrunClusterResolver().local_process_id is None
@@ -69,8 +67,7 @@ def test_torchrun_that_listens_itself_leaves_the_port_above(launched):
         ({"MASTER_ADDR": ""}, "MASTER_ADDR=''"),
     ],
 )
-def test_a_launch_by_torchrun_that_is_malformed_is_named(launched, change, says):
-    """The variable, and the rule."""
+def test_malformed_torchrun_variables_are_named(launched, change, says):
     launched(TORCHRUN, **change)
     with pytest.raises(RuntimeError, match=says):
         TorchrunClusterResolver().cluster_spec()
@@ -87,20 +84,17 @@ def test_a_launch_by_torchrun_that_is_malformed_is_named(launched, change, says)
         ),
     ],
 )
-def test_open_mpi_4_says_where_its_launcher_is(uri, address):
-    """The first address, and a port that differs between jobs."""
+def test_the_address_of_rank_0_under_open_mpi_4(uri, address):
     assert parse_launcher(uri) == address
 
 
 @pytest.mark.parametrize("uri", ["", "x", "1.0;udp://a:1", "1;tcp://a:1"])
-def test_another_form_of_launcher_is_refused(uri):
-    """With the argument to pass instead."""
+def test_a_malformed_launcher_uri_says_what_to_pass(uri):
     with pytest.raises(RuntimeError, match=r"Pass OpenMPIClusterResolver\(coordinator_address="):
         parse_launcher(uri)
 
 
-def test_open_mpi_says_rank_and_size(launched):
-    """Each rank is a worker."""
+def test_open_mpi_4(launched):
     launched(OPEN_MPI, OMPI_MCA_orte_hnp_uri=URI)
     resolver = OpenMPIClusterResolver()
     assert (resolver.num_processes, resolver.process_id, resolver.local_process_id) == (4, 3, 1)
@@ -108,8 +102,7 @@ def test_open_mpi_says_rank_and_size(launched):
     assert resolver.master() == "10.96.0.1:62624"
 
 
-def test_open_mpi_5_leaves_one_question_to_jax(launched):
-    """Where rank 0 is, JAX finds out through mpi4py, unless it is passed."""
+def test_under_open_mpi_5_jax_finds_rank_0(launched):
     launched(OPEN_MPI)
     resolver = OpenMPIClusterResolver()
     assert (resolver.num_processes, resolver.process_id) == (4, 3)
@@ -123,8 +116,7 @@ def test_open_mpi_5_leaves_one_question_to_jax(launched):
         resolver.cluster_spec()
 
 
-def test_sage_maker_numbers_its_hosts_by_name(launched):
-    """The first by name is worker 0, whichever order they are listed in."""
+def test_sage_maker_sorts_its_hosts_by_name(launched):
     launched({"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-1"})
     resolver = SageMakerClusterResolver()
     assert resolver.cluster_spec().as_dict() == {"worker": ["algo-1:2223", "algo-2:2223"]}
@@ -146,8 +138,7 @@ def test_sage_maker_numbers_its_hosts_by_name(launched):
         ({"SM_CURRENT_HOST": None}, "SM_CURRENT_HOST=None is not one of the hosts"),
     ],
 )
-def test_a_job_of_sage_maker_that_is_malformed_is_named(launched, change, says):
-    """The variable, and what it holds."""
+def test_malformed_sage_maker_variables_are_named(launched, change, says):
     launched({"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-1"}, **change)
     with pytest.raises(RuntimeError, match=says):
         _ = SageMakerClusterResolver().process_id

@@ -1,4 +1,4 @@
-"""What every resolver derives from the cluster and the task: the three questions, and accelerators."""
+"""What the base class derives from the cluster and the task: processes, addresses and accelerators."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ IPV6 = {"worker": ["[::1]:2222", "[::1]:2223"]}
     ],
 )
 def test_processes_follow_from_the_cluster_and_the_task(cluster, task, answers):
-    """How many, which one, and where: the chief first, then the workers by index."""
     resolver = SimpleClusterResolver(ClusterSpec(cluster), task_type=task[0], task_id=task[1])
     asked = (resolver.num_processes, resolver.process_id, resolver.coordinator_address)
     assert asked == answers
@@ -46,23 +45,20 @@ def test_processes_follow_from_the_cluster_and_the_task(cluster, task, answers):
         ({"chief": ["a:1", "b:1"]}, ("chief", 0), "2 chiefs"),
     ],
 )
-def test_a_process_that_cannot_be_placed_is_an_error_that_says_why(cluster, task, says):
-    """No number is made up where the cluster and the task do not fit together."""
+def test_a_task_that_is_not_in_the_cluster_raises(cluster, task, says):
     resolver = SimpleClusterResolver(ClusterSpec(cluster), task_type=task[0], task_id=task[1])
     with pytest.raises(RuntimeError, match=says):
         _ = resolver.process_id
 
 
 @pytest.mark.parametrize("address", ["a", "a:", ":1", "a:0", "a:65536", "a:x", ""])
-def test_process_0_must_be_met_at_a_host_and_a_port(address):
-    """An address at which nobody can be met is refused before anybody waits there."""
+def test_the_address_of_process_0_must_be_host_and_port(address):
     resolver = SimpleClusterResolver(ClusterSpec({"worker": [address, "b:1"]}))
     with pytest.raises(RuntimeError, match="must be host:port with a port from 1 to 65535"):
         _ = resolver.coordinator_address
 
 
 def test_a_simple_resolver_returns_what_it_was_passed():
-    """Each argument of the constructor is an answer, and a named task has its address."""
     spec = ClusterSpec({"worker": ["a:1", "b:1"]})
     resolver = SimpleClusterResolver(spec, "m", "worker", 1, "cloud", {"TPU": 8}, "grpc")
     assert resolver.cluster_spec() is spec
@@ -78,7 +74,7 @@ def test_a_simple_resolver_returns_what_it_was_passed():
 
 @dataclass
 class Device:
-    """A device as far as counting is concerned."""
+    """As much of a device as is counted."""
 
     platform: str
 
@@ -93,12 +89,10 @@ class Device:
     ],
 )
 def test_accelerators_are_counted_by_kind(platforms, counts):
-    """CPUs are not accelerators, and every make of GPU is a GPU."""
     assert count_by_kind(map(Device, platforms)) == counts
 
 
-def test_devices_of_a_task_are_those_of_its_process():
-    """JAX runs with one process here, so that the second task's devices are not there to count."""
+def test_accelerators_of_a_task_are_those_of_its_process():
     resolver = SimpleClusterResolver(ClusterSpec({"worker": ["a:1", "b:1"]}))
     assert resolver.num_accelerators() == count_by_kind(jax.devices())
     assert resolver.num_accelerators("worker", 0) == count_by_kind(jax.devices())

@@ -1,4 +1,4 @@
-"""Slurm: its grammars, the order of its ranks, and the GPUs of a task."""
+"""Slurm: its grammars of hosts and tasks, the placement of ranks, and the GPUs of a task."""
 
 from __future__ import annotations
 
@@ -27,13 +27,11 @@ from distribute_jax.cluster_resolver._slurm import expand_hosts, expand_tasks
     ],
 )
 def test_a_list_of_hosts_is_expanded_in_its_order(text, hosts):
-    """Slurm's grammar, zeros in front kept."""
     assert expand_hosts(text) == hosts.split()
 
 
 @pytest.mark.parametrize("text", ["", "n[1-", "n1-2]", "n[]", "n[3-1]", "a,,b", "n[1,]", "a b"])
 def test_a_malformed_list_of_hosts_is_refused(text):
-    """No host is guessed."""
     with pytest.raises(ValueError, match="Invalid hostlist format"):
         expand_hosts(text)
 
@@ -43,20 +41,18 @@ def test_a_malformed_list_of_hosts_is_refused(text):
     [("4", [4]), ("3(x2),2,1", [3, 3, 2, 1]), ("2(x3)", [2, 2, 2]), ("1, 2", [1, 2])],
 )
 def test_numbers_of_tasks_are_expanded(text, counts):
-    """Slurm's grammar for tasks on each host."""
     assert expand_tasks(text) == counts
 
 
 @pytest.mark.parametrize("text", ["", "x", "2(x)", "2(3)", "2,,3", "-1"])
 def test_malformed_numbers_of_tasks_are_refused(text):
-    """No number is guessed."""
     with pytest.raises(ValueError, match="must be numbers with commas"):
         expand_tasks(text)
 
 
 @pytest.fixture
 def step(monkeypatch):
-    """Plays a step; more variables by name."""
+    """Makes this process a task of a Slurm step."""
 
     def play(rank, tasks, nodes, per_node, **more):
         variables = {
@@ -106,7 +102,6 @@ def test_tasks_of_several_jobs_are_placed_on_the_hosts_in_order(step):
 def test_ranks_are_placed_on_the_hosts_as_slurm_fills_them(
     step, nodes, per_node, distribution, hosts
 ):
-    """Process 0 must be met where rank 0 really runs."""
     step(1, len(hosts), nodes, per_node, SLURM_DISTRIBUTION=distribution, SLURMD_NODENAME=hosts[1])
     addresses = SlurmClusterResolver().cluster_spec().job_tasks("worker")
     assert [address.partition(":")[0] for address in addresses] == hosts
@@ -114,14 +109,13 @@ def test_ranks_are_placed_on_the_hosts_as_slurm_fills_them(
 
 
 def test_a_rank_on_another_host_than_computed_is_an_error(step):
-    """Other distributions than block and cyclic are noticed, not guessed."""
+    """Of a distribution other than block and cyclic."""
     step(1, 4, "n[1-2]", "2(x2)", SLURMD_NODENAME="n2", SLURM_DISTRIBUTION="plane=1")
     with pytest.raises(RuntimeError, match=r"rank 1 runs on n2, and by its place .* on n1"):
         SlurmClusterResolver()
 
 
-def test_process_0_is_met_at_a_port_of_the_job(step):
-    """Two jobs on one host take two ports, above those of outgoing connections."""
+def test_the_port_of_process_0_depends_on_job_and_step(step):
     step(0, 2, "n[1-2]", "1(x2)", SLURM_JOB_ID=1234567)
     assert SlurmClusterResolver().coordinator_address == "n1:63111"
     step(0, 2, "n[1-2]", "1(x2)", SLURM_JOB_ID=1234568, SLURM_STEP_ID="batch")
@@ -132,8 +126,7 @@ def test_process_0_is_met_at_a_port_of_the_job(step):
     ("tasks_per_node", "hosts"),
     [(2, ["a", "a", "b", "b"]), ({"n10": 1, "n2": 2, "m": 1}, ["m", "n2", "n2", "n10"])],
 )
-def test_numbers_of_tasks_may_be_passed(step, tasks_per_node, hosts):
-    """One number for all hosts, or a dict, whose hosts are sorted by their numbers, as by Slurm."""
+def test_tasks_per_node_may_be_passed(step, tasks_per_node, hosts):
     step(0, 4, "a,b", "wrong")
     addresses = (
         SlurmClusterResolver(tasks_per_node=tasks_per_node).cluster_spec().job_tasks("worker")
@@ -158,7 +151,6 @@ GPUS = {  # visible, rank, tasks on the host, arguments: visible afterwards, acc
 
 @pytest.mark.parametrize("case", GPUS)
 def test_each_task_sees_its_gpus(step, monkeypatch, case):
-    """Also on a host without any, where TensorFlow's resolver crashes."""
     visible, rank, tasks, arguments, after, count, local = GPUS[case]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     step(rank, tasks, "n1", str(tasks))
@@ -170,8 +162,8 @@ def test_each_task_sees_its_gpus(step, monkeypatch, case):
         assert resolver.local_process_id == local
 
 
-def test_gpus_that_slurm_bound_to_each_task_are_left(step, monkeypatch):
-    """With --gpus-per-task each task has its own numbering, in which all begin at 0."""
+def test_gpus_that_slurm_has_divided_stay(step, monkeypatch):
+    """With --gpus-per-task every task's GPUs are numbered from 0."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     step(1, 2, "n1", "2", SLURM_GPUS_PER_TASK=2)
     assert SlurmClusterResolver().num_accelerators() == {"GPU": 2}
@@ -181,8 +173,9 @@ def test_gpus_that_slurm_bound_to_each_task_are_left(step, monkeypatch):
 @pytest.mark.parametrize(
     ("script", "after"), [("printf '0\\n1\\n2\\n3\\n'", "2,3"), ("exit 9", None), ("exit 0", None)]
 )
-def test_without_a_list_of_gpus_the_driver_is_asked(step, monkeypatch, tmp_path, script, after):
-    """By the program nvidia-smi, here a script in its place; one that fails has found none."""
+def test_without_cuda_visible_devices_nvidia_smi_lists_the_gpus(
+    step, monkeypatch, tmp_path, script, after
+):
     program = Path(tmp_path, "nvidia-smi")
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -202,8 +195,7 @@ def test_without_a_list_of_gpus_the_driver_is_asked(step, monkeypatch, tmp_path,
         ({"jobs": {"worker": -2, "ps": 4}}, "must be ints >= 0"),
     ],
 )
-def test_more_than_slurm_gave_is_refused(step, arguments, says):
-    """TensorFlow's messages, and what to change."""
+def test_more_tasks_or_gpus_than_slurm_assigned_are_refused(step, arguments, says):
     step(0, 2, "n1", "2")
     with pytest.raises((RuntimeError, ValueError), match=says):
         SlurmClusterResolver(**arguments)
@@ -225,8 +217,7 @@ def test_more_than_slurm_gave_is_refused(step, arguments, says):
         ("SLURM_STEP_NODELIST", "n[1-3]", "names 3 host"),
     ],
 )
-def test_a_malformed_step_is_named(step, monkeypatch, name, value, says):
-    """The variable that is missing or wrong, and what to start the program with."""
+def test_malformed_slurm_variables_are_named(step, monkeypatch, name, value, says):
     step(0, 2, "n1", "2")
     monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match=says.replace("[", r"\[")):

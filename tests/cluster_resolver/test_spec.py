@@ -1,4 +1,4 @@
-"""ClusterSpec: the forms it takes, and what it says."""
+"""``ClusterSpec``: the forms it accepts, and its answers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import distribute_jax as dj
 from distribute_jax.cluster_resolver import ClusterSpec
 
 
-def test_lists_and_dicts_say_the_same_and_gaps_stay_gaps():
-    """A dense dict equals a list; a dict with gaps keeps its indices in every answer."""
+def test_a_dense_dict_is_a_list_and_gaps_are_kept():
     spec = ClusterSpec({"worker": {1: "b:1", 0: "a:1"}, "ps": {3: "d:1", 1: "c:1"}})
     assert spec.as_dict() == {"ps": {1: "c:1", 3: "d:1"}, "worker": ["a:1", "b:1"]}
     assert spec.jobs == ["ps", "worker"]
@@ -20,7 +19,6 @@ def test_lists_and_dicts_say_the_same_and_gaps_stay_gaps():
 
 
 def test_equal_clusters_are_equal_in_every_form():
-    """A spec equals a copy of itself and the dict that made it, and no other."""
     spec = ClusterSpec({"worker": ["a:1", "b:1"]})
     assert (
         spec == ClusterSpec(spec) == ClusterSpec(spec.as_dict()) == {"worker": {1: "b:1", 0: "a:1"}}
@@ -34,7 +32,7 @@ def test_equal_clusters_are_equal_in_every_form():
 
 
 def test_a_spec_does_not_change_with_the_dict_that_made_it():
-    """What was given, and what as_dict gives, may be changed without a trace."""
+    """Nor with a result of ``as_dict``."""
     given = {"worker": ["a:1"]}
     spec = ClusterSpec(given)
     given["worker"].append("b:1")
@@ -54,15 +52,13 @@ def test_a_spec_does_not_change_with_the_dict_that_made_it():
         ({3: ["a:1"]}, "the name of a job must be a string"),
     ],
 )
-def test_a_cluster_of_another_form_is_a_type_error_that_names_the_part(cluster, says):
-    """When the spec is made."""
+def test_a_malformed_cluster_is_a_type_error_that_names_the_part(cluster, says):
     with pytest.raises(TypeError, match=says) as error:
         ClusterSpec(cluster)
     assert isinstance(error.value, dj.DistributeError)
 
 
-def test_what_is_not_there_is_a_value_error_that_lists_what_is():
-    """A wrong job or task is named, with the right ones beside it."""
+def test_unknown_jobs_and_tasks_raise():
     spec = ClusterSpec({"worker": ["a:1", "b:1"]})
     for ask in (spec.num_tasks, spec.task_indices, spec.job_tasks):
         with pytest.raises(

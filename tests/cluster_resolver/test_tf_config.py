@@ -1,4 +1,4 @@
-"""TF_CONFIG: what it says, what wins over it, and the ways in which it is malformed."""
+"""TF_CONFIG: its cluster and task, what overrides it, and its malformed forms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLUSTER = {"ps": ["ps0:2222", "ps1:2222"], "worker": ["w0:2222", "w1:2222", "w2:
 
 @pytest.fixture
 def tf_config(monkeypatch):
-    """Sets the variable: a text as it is, anything else as JSON."""
+    """Sets the variable: to a str as it is, to anything else as JSON."""
 
     def set_variable(value):
         text = value if isinstance(value, str) else json.dumps(value)
@@ -23,8 +23,7 @@ def tf_config(monkeypatch):
     return set_variable
 
 
-def test_the_task_and_its_address_are_those_of_the_variable(tf_config):
-    """A ps task; the address of another task; and the layer in front of it."""
+def test_the_task_and_its_address(tf_config):
     tf_config({"cluster": CLUSTER, "task": {"type": "ps", "index": 0}})
     resolver = TFConfigClusterResolver()
     assert (resolver.task_type, resolver.task_id) == ("ps", 0)
@@ -35,8 +34,7 @@ def test_the_task_and_its_address_are_those_of_the_variable(tf_config):
     assert (resolver.rpc_layer, resolver.environment) == (None, "")
 
 
-def test_arguments_win_over_the_variable(tf_config):
-    """Arguments and setters, 0 included, come before TF_CONFIG, which comes before nothing."""
+def test_arguments_override_the_variable(tf_config):
     tf_config(
         {
             "cluster": CLUSTER,
@@ -54,7 +52,6 @@ def test_arguments_win_over_the_variable(tf_config):
 
 
 def test_the_variable_is_read_at_each_call(tf_config):
-    """A resolver made earlier sees what was set later."""
     resolver = TFConfigClusterResolver()
     assert (resolver.num_processes, resolver.coordinator_address) == (1, None)
     tf_config({"cluster": CLUSTER, "task": {"type": "worker", "index": 2}})
@@ -66,15 +63,13 @@ def test_the_variable_is_read_at_each_call(tf_config):
     "text", ["", "{}", '{"task": {"type": "worker", "index": 3}}', '{"cluster": {}}']
 )
 def test_without_a_cluster_the_process_is_alone(tf_config, text):
-    """Nothing to meet, and an empty master, as in TensorFlow."""
     tf_config(text)
     resolver = TFConfigClusterResolver()
     assert (resolver.master(), resolver.cluster_spec().as_dict()) == ("", {})
     assert (resolver.num_processes, resolver.process_id) == (1, 0)
 
 
-def test_a_single_task_has_no_master_and_a_session_master_always_has(tf_config):
-    """TensorFlow's two special cases."""
+def test_the_master_of_a_single_task_and_a_session_master(tf_config):
     one = {"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}
     tf_config(one)
     assert TFConfigClusterResolver().master() == ""
@@ -83,20 +78,18 @@ def test_a_single_task_has_no_master_and_a_session_master_always_has(tf_config):
 
 
 def test_a_cluster_without_a_task_says_what_to_add(tf_config):
-    """The user wrote the variable, and has no resolver to set anything on."""
     tf_config({"cluster": {"worker": ["a:1", "b:2"]}})
     with pytest.raises(dj.ClusterError, match=r'Add "task": \{"type": "worker", "index": 0\}'):
         _ = TFConfigClusterResolver().process_id
 
 
 def test_a_cluster_by_index_keeps_its_indices(tf_config):
-    """JSON has strings for keys; they are indices all the same."""
+    """JSON has strings as keys."""
     tf_config({"cluster": {"worker": {"0": "a:1", "3": "b:1"}}})
     assert TFConfigClusterResolver().cluster_spec().as_dict() == {"worker": {0: "a:1", 3: "b:1"}}
 
 
-def test_accelerators_are_those_of_this_task(tf_config):
-    """Where no task is named it is this one, whose process is not there yet."""
+def test_accelerators_are_those_of_this_task_by_default(tf_config):
     tf_config({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}})
     with pytest.raises(ValueError, match="this is process 1"):
         TFConfigClusterResolver().num_accelerators()
@@ -120,7 +113,6 @@ MALFORMED = {
 
 @pytest.mark.parametrize("case", MALFORMED)
 def test_a_malformed_variable_is_a_value_error_that_names_the_part(tf_config, case):
-    """Every part is checked, shown as it is, and shown as it should be."""
     value, says = MALFORMED[case]
     tf_config(value)
     with pytest.raises(ValueError, match="TF_CONFIG") as error:
@@ -130,8 +122,7 @@ def test_a_malformed_variable_is_a_value_error_that_names_the_part(tf_config, ca
     assert isinstance(error.value, dj.ArgumentError)
 
 
-def test_text_that_is_not_json_is_the_error_that_tensorflow_raises(tf_config):
-    """With the place where it goes wrong."""
+def test_text_that_is_not_json_is_a_json_decode_error(tf_config):
     tf_config('{"cluster": }')
     with pytest.raises(json.JSONDecodeError, match=r"line 1 column 13") as error:
         TFConfigClusterResolver().cluster_spec()

@@ -1,4 +1,4 @@
-"""UnionResolver: how clusters are joined."""
+"""``UnionResolver``: how clusters are joined."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ def _simple(cluster, *rest, **more):
     ],
 )
 def test_lists_are_appended_and_dicts_are_merged(clusters, joined):
-    """A dict among lists makes them all dicts, in whatever order they come."""
+    """A dict among lists makes them all dicts."""
     assert UnionResolver(*map(_simple, clusters)).cluster_spec().as_dict() == joined
 
 
 def test_one_index_with_two_addresses_is_a_key_error():
-    """Neither address is dropped silently."""
     union = UnionResolver(_simple({"worker": ["a", "b"]}), _simple({"worker": {1: "x"}}))
     with pytest.raises(
         KeyError, match=r"job 'worker' has the tasks \[1\] in two clusters"
@@ -43,8 +42,8 @@ def test_one_index_with_two_addresses_is_a_key_error():
     assert str(error.value).startswith("UnionResolver: Duplicate keys")
 
 
-def test_arguments_win_over_the_first_resolver_0_included():
-    """TensorFlow ignores a task_id of 0."""
+def test_arguments_override_the_first_resolver():
+    """Also a task_id of 0, which TensorFlow ignores."""
     first = _simple({"worker": ["a:1", "b:1"]}, "m", "worker", 1, "cloud", {"GPU": 2}, "grpc")
     other = _simple({"worker": ["c:1"]}, "n", "ps", 2)
     plain = UnionResolver(first, other)
@@ -63,7 +62,6 @@ def test_arguments_win_over_the_first_resolver_0_included():
 
 
 def test_other_objects_are_refused():
-    """A ValueError for none, a TypeError for something else."""
     with pytest.raises(ValueError, match="at least one ClusterResolver is required"):
         UnionResolver()
     with pytest.raises(TypeError, match="all arguments must be ClusterResolvers"):

@@ -1,4 +1,4 @@
-"""CentralStorageStrategy: state on one device, the numbers of MirroredStrategy."""
+"""``CentralStorageStrategy``: state on one device, with the numbers of ``MirroredStrategy``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def central(request: pytest.FixtureRequest) -> dj.CentralStorageStrategy:
 
 
 class Net(nnx.Module):
-    """Everything that a step can write: weights, statistics, draws, and a metric."""
+    """A model with weights, batch statistics, random streams and a metric."""
 
     def __init__(self) -> None:
         # A bias before the norm has no gradient but rounding, which Adam would make large.
@@ -81,7 +81,7 @@ def numbers(*trees: object) -> list[np.ndarray]:
 
 
 def train(strategy: dj.Strategy, options: dj.RunOptions | None = None, steps: int = 1):
-    """Trains on six batches; gives losses, all state as numbers, rows of the last step, the objects."""
+    """Trains on six batches; returns losses, state as numbers, the rows of the last step, and the objects."""
     model, optimizer = built(strategy)
     step = make_step(model, optimizer)
     iterator = iter(strategy.distribute_dataset(batches(6)))
@@ -99,12 +99,11 @@ def train(strategy: dj.Strategy, options: dj.RunOptions | None = None, steps: in
 
 @functools.cache
 def mirrored(replicas: int) -> Any:
-    """What MirroredStrategy gives."""
     return train(dj.MirroredStrategy(list(range(replicas))))
 
 
-def state_elsewhere(known: set[int], objects: Any) -> list[tuple[Any, Any]]:
-    """Shape and dtype of new arrays that look like state and are on another device than they should be."""
+def find_state_elsewhere(known: set[int], objects: Any) -> list[tuple[Any, Any]]:
+    """Returns shape and dtype of new arrays that look like state and are not on the parameter device."""
     gc.collect()
     shapes = {(x.shape, x.dtype) for x in arrays(*objects)} - {((), np.dtype("int32"))}
     return [
@@ -129,19 +128,15 @@ def state_elsewhere(known: set[int], objects: Any) -> list[tuple[Any, Any]]:
         ),
     ],
 )
-def test_the_numbers_are_those_of_mirrored_strategy_and_no_other_device_keeps_state(
+def test_training_equals_mirrored_and_leaves_no_state_on_other_devices(
     central: dj.CentralStorageStrategy, options: dj.RunOptions | None, steps: int
 ):
-    """Weights, statistics, draws and metrics are the same, whatever the options.
-
-    What a step sends is freed when it ends: every live array elsewhere belongs to someone else.
-    """
     wanted = mirrored(central.num_replicas_in_sync)
     gc.collect()
     before = {id(array) for array in jax.live_arrays()}
     losses, state, rows, objects = train(central, options, steps)
     assert all(array.devices() == {CENTRE} for array in arrays(*objects))
-    assert state_elsewhere(before, objects) == []
+    assert find_state_elsewhere(before, objects) == []
     np.testing.assert_allclose(losses, wanted[0], rtol=1e-5)
     for a, b in zip(state, wanted[1], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
@@ -149,10 +144,9 @@ def test_the_numbers_are_those_of_mirrored_strategy_and_no_other_device_keeps_st
 
 
 @pytest.mark.exhaustive
-def test_state_that_was_sent_does_not_stay_on_the_parameter_device_either(
+def test_old_state_is_freed_unless_it_was_kept(
     central: dj.CentralStorageStrategy,
 ):
-    """After a step there is one copy of the state in all: old values are freed unless kept on purpose."""
     model, optimizer = built(central)
     step = make_step(model, optimizer)
     (batch,) = central.distribute_dataset(batches(1))
@@ -168,8 +162,7 @@ def test_state_that_was_sent_does_not_stay_on_the_parameter_device_either(
     assert kept["first"]["kernel"].get_raw_value().devices() == {CENTRE}
 
 
-def test_an_array_that_was_donated_is_named(central: dj.CentralStorageStrategy):
-    """Giving state away means here what it means under the other strategies."""
+def test_a_donated_array_raises(central: dj.CentralStorageStrategy):
     with central.scope():
         weights = nnx.Param(jnp.ones(3))
     old = weights.get_raw_value()
@@ -183,8 +176,7 @@ def test_an_array_that_was_donated_is_named(central: dj.CentralStorageStrategy):
 
 
 @pytest.mark.parametrize("parameter_device", [CENTRE, 0])
-def test_arrays_that_two_variables_share_are_donated_once(parameter_device: Any):
-    """Clones start from one array; each ends with its own value."""
+def test_an_array_that_two_variables_share_is_donated_once(parameter_device: Any):
     strategy = dj.CentralStorageStrategy([0, 1, 2, 3], parameter_device)
     with strategy.scope():
         first = nnx.Param(jnp.arange(3.0))
@@ -202,10 +194,10 @@ def test_arrays_that_two_variables_share_are_donated_once(parameter_device: Any)
     assert second[...].tolist() == [4.0, 5.0, 6.0]
 
 
-def test_the_scope_makes_state_on_the_parameter_device_and_warns_of_nothing(
+def test_the_scope_makes_state_on_the_parameter_device(
     central: dj.CentralStorageStrategy,
 ):
-    """Plain Flax code builds state where it stays; state made elsewhere is moved with one warning."""
+    """State that was made outside is moved with one warning."""
     model, optimizer = built(central)
     assert all(array.devices() == {CENTRE} for array in arrays(model, optimizer))
     (batch,) = central.distribute_dataset(batches(1))
@@ -227,8 +219,7 @@ def test_the_scope_makes_state_on_the_parameter_device_and_warns_of_nothing(
     assert outside.get_raw_value().devices() == {CENTRE}
 
 
-def test_everything_works_inside_the_scope(central: dj.CentralStorageStrategy):
-    """Steps, input, reductions and gathering may stand in the scope, as TensorFlow code has them."""
+def test_steps_input_and_reductions_inside_the_scope(central: dj.CentralStorageStrategy):
     with central.scope():
         weights = nnx.Param(jnp.arange(3.0))
 
@@ -256,10 +247,9 @@ def _masked(step: Any) -> Any:
     return lambda x: step(jnp.where(dj.get_replica_context().batch_mask, x, 0))
 
 
-def test_partial_batches_are_checked_for_leaks_and_state_is_put_back(
+def test_a_padding_leak_raises_and_restores_state(
     central: dj.CentralStorageStrategy,
 ):
-    """The check runs on copies of the central state; a leak leaves it as it was."""
     with central.scope():
         total = nnx.Param(jnp.zeros(()))
 
@@ -277,7 +267,6 @@ def test_partial_batches_are_checked_for_leaks_and_state_is_put_back(
 
 
 def test_verify_compares_with_one_device(central: dj.CentralStorageStrategy):
-    """A right step passes, a wrong one is named, and state stays central."""
     with central.scope():
         model = nnx.Linear(6, 2, rngs=nnx.Rngs(0))
     (batch,) = central.distribute_dataset(batches(1))
@@ -297,8 +286,9 @@ def test_verify_compares_with_one_device(central: dj.CentralStorageStrategy):
             central.run(make("sum"), args=batch, options=dj.RunOptions(verify="first"))
 
 
-def test_parameters_passed_and_returned_are_central_too(central: dj.CentralStorageStrategy):
-    """A nest of arrays, as of Linen: what comes back mirrored is stored on the parameter device."""
+def test_parameters_that_are_passed_and_returned_are_stored_centrally(
+    central: dj.CentralStorageStrategy,
+):
     with central.scope():
         params = {"w": jnp.ones((6, 2))}
     for x, y in central.distribute_dataset(batches(3)):
@@ -324,7 +314,6 @@ def test_parameters_passed_and_returned_are_central_too(central: dj.CentralStora
     ],
 )
 def test_state_may_be_in_another_memory_of_the_parameter_device(kind: str):
-    """Variables stay in that memory; the numbers do not change."""
     if kind not in {memory.kind for memory in CENTRE.addressable_memories()}:
         pytest.skip(f"this JAX has no {kind} memory on {CENTRE.platform} devices")
     strategy = dj.CentralStorageStrategy([0, 1, 2, 3], CENTRE, memory_kind=kind)
@@ -340,7 +329,6 @@ def test_state_may_be_in_another_memory_of_the_parameter_device(kind: str):
 
 
 def test_the_default_parameter_device_is_the_only_compute_device_or_the_cpu():
-    """As in TensorFlow, with a host device where there are several compute devices."""
     assert dj.CentralStorageStrategy([3]).parameter_device == jax.devices()[3]
     assert dj.CentralStorageStrategy([2, 3]).parameter_device == jax.devices("cpu")[0]
     every = dj.CentralStorageStrategy()
@@ -350,7 +338,6 @@ def test_the_default_parameter_device_is_the_only_compute_device_or_the_cpu():
 
 @pytest.mark.exhaustive
 def test_a_compute_device_may_be_the_parameter_device():
-    """Then its own replica needs no copy, and the others hold none between steps."""
     strategy = dj.CentralStorageStrategy([0, 1, 2, 3], parameter_device="cpu:2")
     losses, _, _, objects = train(strategy)
     assert {d for x in arrays(*objects) for d in x.devices()} == {jax.devices()[2]}
@@ -367,15 +354,12 @@ def test_a_compute_device_may_be_the_parameter_device():
         ({"memory_kind": "disk"}, "memory_kind on .*'device'.*got 'disk'"),
     ],
 )
-def test_unknown_devices_and_memories_are_refused_with_those_there_are(
-    arguments: dict[str, Any], text: str
-):
+def test_unknown_devices_and_memories_are_refused(arguments: dict[str, Any], text: str):
     with pytest.raises(ValueError, match=text):
         dj.CentralStorageStrategy(**arguments)
 
 
-def test_its_repr_says_where_parameters_are_and_a_deep_copy_works():
-    """The copy keeps the devices, and compiles its own programs."""
+def test_repr_and_deep_copy():
     strategy = dj.CentralStorageStrategy([0, 1, 2, 3], parameter_device=5)
     compute = ", ".join(str(device) for device in jax.devices()[:4])
     assert repr(strategy) == f"CentralStorageStrategy([{compute}], {CENTRE})"
@@ -387,10 +371,9 @@ def test_its_repr_says_where_parameters_are_and_a_deep_copy_works():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("aggregation", [dj.VariableAggregation.NONE, dj.VariableAggregation.SUM])
-def test_a_variable_with_a_value_of_each_replica_keeps_them(
+def test_on_read_variables_are_on_the_compute_devices(
     central: dj.CentralStorageStrategy, aggregation: dj.VariableAggregation
 ):
-    """ON_READ components are on the compute devices, and update and colocation take the variable."""
     with central.scope():
         own = dj.Variable(
             6.0, synchronization=dj.VariableSynchronization.ON_READ, aggregation=aggregation

@@ -1,4 +1,4 @@
-"""Context and scope: what is current where, as in TensorFlow."""
+"""Contexts and scopes: which strategy and replica are current where, as in TensorFlow."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def where() -> tuple[bool, bool, bool]:
     return dj.has_strategy(), dj.in_cross_replica_context(), dj.get_replica_context() is not None
 
 
-def test_without_a_strategy_the_default_one_with_one_replica_is_current():
+def test_the_default_strategy_has_one_replica():
     assert where() == (False, False, True)
     assert dj.get_strategy().num_replicas_in_sync == 1
     assert dj.get_replica_context().replica_id_in_sync_group == 0
 
 
-def test_scope_makes_the_strategy_current_and_leaving_it_restores_the_default(
+def test_a_scope_makes_the_strategy_current(
     s2: dj.MirroredStrategy,
 ):
     with s2.scope():
@@ -120,13 +120,13 @@ def test_merge_call_under_the_default_strategy_calls_the_function_with_it():
     assert dj.get_replica_context().merge_call(merged, args=("bar",)) == "foobar"
 
 
-def test_collectives_under_the_default_strategy_give_the_value():
+def test_collectives_under_the_default_strategy_return_the_value():
     context = dj.get_replica_context()
     assert float(context.all_reduce("mean", 3.0)) == 3.0
     assert context.all_gather(jnp.array([1, 2]), axis=0).tolist() == [1, 2]
 
 
-def test_a_strategy_cannot_be_copied_but_deep_copied(s2: dj.MirroredStrategy):
+def test_a_strategy_can_only_be_deep_copied(s2: dj.MirroredStrategy):
     with pytest.raises(RuntimeError, match=r"copy\.copy"):
         copy.copy(s2)
     other = copy.deepcopy(s2)
@@ -136,7 +136,6 @@ def test_a_strategy_cannot_be_copied_but_deep_copied(s2: dj.MirroredStrategy):
 
 
 def replica_id():
-    """The step that gives each replica its id."""
     return dj.get_replica_context().replica_id_in_sync_group
 
 
@@ -188,22 +187,22 @@ def test_no_cluster_resolver_on_one_process(s2: dj.MirroredStrategy):
         ("device:cpu:1", 1),
     ],
 )
-def test_devices_are_found_by_index_and_by_tensorflows_names(name: object, index: int):
+def test_devices_by_index_and_by_tensorflow_name(name: object, index: int):
     assert dj.OneDeviceStrategy(name).mesh.devices.flat[0] == jax.devices()[index]
 
 
-def test_a_gpu_where_jax_sees_none_is_to_be_installed():
+def test_a_gpu_that_jax_does_not_see_says_what_to_install():
     with pytest.raises(ValueError, match=r"'gpu:0': JAX sees no GPU\. Install it for one, pip"):
         dj.OneDeviceStrategy("gpu:0")
 
 
 @pytest.mark.parametrize("name", ["cpu:99", 99, -1, "nonsense:0", "", 1.5, True])
-def test_an_unknown_device_raises_and_lists_those_there_are(name: object):
+def test_an_unknown_device_raises_and_lists_the_local_ones(name: object):
     with pytest.raises(ValueError, match="'cpu:0', 'cpu:1'"):
         dj.OneDeviceStrategy(name)
 
 
-def test_mirrored_devices_default_to_all_and_are_distinct():
+def test_mirrored_devices_default_to_all_and_must_be_distinct():
     assert dj.MirroredStrategy([]).num_replicas_in_sync == len(jax.devices())
     assert dj.MirroredStrategy().num_replicas_in_sync == len(jax.devices())
     with pytest.raises(ValueError, match="more than once"):

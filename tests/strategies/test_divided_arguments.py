@@ -1,4 +1,4 @@
-"""State that a step takes as arguments and returns, as Linen's ``TrainState``: divided as variables are."""
+"""Sharding of state that a step takes as arguments and returns, such as Linen's ``TrainState``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = np.random.default_rng(0).normal(size=(512, 64)).astype(np.float32)
 
 
 class Perceptron(linen.Module):
-    """Two layers that give back what they read."""
+    """Two layers that reconstruct their input."""
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -27,14 +27,13 @@ class Perceptron(linen.Module):
 
 
 def state() -> TrainState:
-    """The parameters, and the optimizer whose bits are promised."""
     model, tx = Perceptron(), optax.sgd(0.1, momentum=0.9)
     params = model.init(jax.random.key(0), jnp.ones((1, 64)))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
 
 def update(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
-    """The step of one replica, which knows nothing of shares."""
+    """The step of one replica."""
 
     def loss_of(params: Any) -> jax.Array:
         return dj.compute_average_loss(((state.apply_fn({"params": params}, x) - x) ** 2).mean(-1))
@@ -45,7 +44,7 @@ def update(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
 
 
 def trained(strategy: dj.Strategy) -> tuple[TrainState, list[float]]:
-    """The state after three steps, the last on a partial batch, and the losses."""
+    """Returns the state after three steps, the last on a partial batch, and the losses."""
     now, losses = strategy.create(state), []
     for batch in strategy.distribute_dataset(dj.data.from_arrays(ROWS).batch(200)):
         now, loss = strategy.run(update, args=(now, batch))
@@ -56,8 +55,7 @@ def trained(strategy: dj.Strategy) -> tuple[TrainState, list[float]]:
 @pytest.mark.parametrize(
     "replicas", [4, *[pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 8)]]
 )
-def test_a_train_state_stays_divided_with_the_bits_of_a_mirrored_one(replicas: int) -> None:
-    """Each step takes and leaves an Nth of a ``TrainState`` on each device."""
+def test_a_train_state_stays_sharded_and_equals_a_mirrored_one(replicas: int) -> None:
     strategy = dj.FullyShardedStrategy(list(range(replicas)))
     mirrored = dj.MirroredStrategy(list(range(replicas)))
     (ours, losses), (whole, theirs) = trained(strategy), trained(mirrored)
@@ -73,8 +71,7 @@ def test_a_train_state_stays_divided_with_the_bits_of_a_mirrored_one(replicas: i
 
 
 @pytest.mark.exhaustive
-def test_rules_divide_a_train_state() -> None:
-    """``ModelParallelStrategy`` divides parameters and momentum of a ``TrainState`` by their paths."""
+def test_rules_shard_a_train_state() -> None:
     rules = {r"Dense_0.kernel": PartitionSpec(None, "model")}
     strategy = dj.ModelParallelStrategy([0, 1, 2, 3], model=2, rules=rules)
     ours, losses = trained(strategy)
@@ -86,8 +83,7 @@ def test_rules_divide_a_train_state() -> None:
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-def test_a_train_state_that_is_whole_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Made without ``strategy.create`` it stays whole on each device, and a line says so."""
+def test_a_replicated_train_state_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     strategy = dj.FullyShardedStrategy([0, 1])
     now, _ = strategy.run(update, args=(state(), jnp.asarray(ROWS)))
     assert now.params["Dense_0"]["kernel"].sharding.is_fully_replicated
@@ -99,8 +95,7 @@ def test_a_train_state_that_is_whole_is_logged(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize("state_last", [False, True])
-def test_an_nnx_state_that_is_returned_stays_divided(state_last: bool) -> None:
-    """The next value of an ``nnx.State`` is divided as its variables, wherever it is among the arguments."""
+def test_a_returned_nnx_state_stays_sharded(state_last: bool) -> None:
     strategy = dj.FullyShardedStrategy([0, 1])
     with strategy.scope():
         graphdef, state = nnx.split(nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
@@ -122,8 +117,7 @@ def test_an_nnx_state_that_is_returned_stays_divided(state_last: bool) -> None:
     np.testing.assert_allclose(state["kernel"][...], kernel, atol=1e-5)
 
 
-def test_pmap_refuses_divided_arguments() -> None:
-    """``lowering="pmap"``, which keeps all state whole, is refused as it is for variables."""
+def test_pmap_refuses_sharded_arguments() -> None:
     strategy = dj.FullyShardedStrategy([0, 1])
     options = dj.RunOptions(lowering="pmap")
     with pytest.raises(dj.LoweringError, match="keeps all state whole"):

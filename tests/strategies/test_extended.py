@@ -1,4 +1,4 @@
-"""strategy.extended: reductions to a place, updates of variables, devices."""
+"""``strategy.extended``: reductions to a device or variable, updates of variables, devices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import distribute_jax as dj
 
 
 def ids(strategy: dj.Strategy) -> Any:
-    """The id of each replica, per replica."""
     return strategy.run(
         lambda: dj.get_replica_context().replica_id_in_sync_group.astype(jnp.float32)
     )
@@ -26,7 +25,6 @@ def made(strategy: dj.Strategy, value: float = 1.0, **kinds: Any) -> dj.Variable
 
 
 def test_batch_reduce_to_a_variable_and_to_a_device(s2: dj.MirroredStrategy):
-    """SUM of 0, 1 and of 1, 2 is on all devices of the variable; MEAN on the one device named."""
     variable, own = made(s2), ids(s2)
     more = s2.run(lambda x: x + 1, args=(own,))
     sums = s2.extended.batch_reduce_to("sum", [(own, variable), (more, variable)])
@@ -40,8 +38,7 @@ def test_batch_reduce_to_a_variable_and_to_a_device(s2: dj.MirroredStrategy):
         s2.extended.reduce_to("sum", own, "tpu:0")
 
 
-def test_update_adds_on_every_replica(strategy: dj.Strategy):
-    """1 plus 2 is 3 everywhere: one variable, or one result for each replica."""
+def test_update_changes_every_replica(strategy: dj.Strategy):
     n = strategy.num_replicas_in_sync
     variable = made(strategy)
     grouped = strategy.extended.update(variable, lambda v, x: v.assign_add(x), args=(2.0,))
@@ -54,8 +51,7 @@ def test_update_adds_on_every_replica(strategy: dj.Strategy):
     assert type(single) is tuple
 
 
-def test_update_refuses_values_that_differ(s2: dj.MirroredStrategy):
-    """A per-replica argument would make the replicas drift apart, as it silently does in TF."""
+def test_update_refuses_per_replica_values(s2: dj.MirroredStrategy):
     variable = made(s2)
     with pytest.raises(ValueError, match="drift apart"):
         s2.extended.update(variable, lambda v, x: v.assign(x), args=(ids(s2),))
@@ -65,8 +61,8 @@ def test_update_refuses_values_that_differ(s2: dj.MirroredStrategy):
         s2.run(lambda: s2.extended.update(variable, lambda v: v.assign(1.0)))
 
 
-def test_an_optimizer_of_tensorflow_works_in_merge_call(strategy: dj.Strategy):
-    """The classical pattern: reduce the gradients and update the variable inside merge_call."""
+def test_reduce_to_and_update_in_merge_call(strategy: dj.Strategy):
+    """The pattern of TensorFlow's optimizers."""
     n = strategy.num_replicas_in_sync
     variable = made(strategy, 10.0)
 
@@ -86,8 +82,9 @@ def test_an_optimizer_of_tensorflow_works_in_merge_call(strategy: dj.Strategy):
     assert {float(v) for v in strategy.experimental_local_results(result)} == {wanted}
 
 
-def test_whose_variable_it_is(s2: dj.MirroredStrategy, s4: dj.MirroredStrategy):
-    """A strategy knows its own variables by where they are stored; another's is refused by colocation."""
+def test_variables_of_another_strategy_are_recognised(
+    s2: dj.MirroredStrategy, s4: dj.MirroredStrategy
+):
     own, other = made(s2), made(s4)
     assert s2.extended.variable_created_in_scope(own)
     assert not s2.extended.variable_created_in_scope(other)
@@ -100,7 +97,6 @@ def test_whose_variable_it_is(s2: dj.MirroredStrategy, s4: dj.MirroredStrategy):
 
 
 def test_devices_of_workers_and_parameters():
-    """Mirrored strategies keep parameters where they compute; central storage in one place."""
     mirrored = dj.MirroredStrategy([0, 2])
     assert mirrored.extended.worker_devices == ("cpu:0", "cpu:2")
     assert mirrored.extended.parameter_devices == ("cpu:0", "cpu:2")
@@ -111,8 +107,8 @@ def test_devices_of_workers_and_parameters():
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_reduce_and_gather_know_variables(strategy: dj.Strategy, op: str):
-    """An ON_READ variable counts with each replica's own value, a mirrored one once for each."""
+def test_reduce_and_local_results_of_variables(strategy: dj.Strategy, op: str):
+    """An ON_READ variable counts with each replica's value, a mirrored one once for each replica."""
     n = strategy.num_replicas_in_sync
     kinds = {
         "synchronization": dj.VariableSynchronization.ON_READ,
@@ -128,16 +124,12 @@ def test_reduce_and_gather_know_variables(strategy: dj.Strategy, op: str):
 
 
 @pytest.mark.parametrize("destinations", [3, None, 1.5, ["cpu:0", "cpu:1"]])
-def test_reduce_to_something_that_is_no_destination_is_refused(
-    s2: dj.MirroredStrategy, destinations: Any
-):
-    """The message says what was given and what it takes."""
+def test_reduce_to_refuses_other_destinations(s2: dj.MirroredStrategy, destinations: Any):
     with pytest.raises(ValueError, match=r"destinations must be a variable or .* got"):
         s2.extended.reduce_to("sum", ids(s2), destinations)
 
 
-def test_reduce_to_a_variable_goes_where_the_strategy_keeps_it(s4: dj.MirroredStrategy):
-    """Central storage keeps variables on one device; another strategy's variable is refused."""
+def test_reduce_to_a_variable_is_stored_beside_it(s4: dj.MirroredStrategy):
     central = dj.CentralStorageStrategy([0, 1], parameter_device=5)
     total = central.extended.reduce_to("sum", ids(central), made(central))
     assert float(total) == 1.0
@@ -147,7 +139,6 @@ def test_reduce_to_a_variable_goes_where_the_strategy_keeps_it(s4: dj.MirroredSt
 
 
 def test_several_values_are_reduced_by_one_program(s4: dj.MirroredStrategy):
-    """Three gradients of other shapes compile and run one program, and equal one reduction each."""
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
@@ -165,7 +156,6 @@ def test_several_values_are_reduced_by_one_program(s4: dj.MirroredStrategy):
 
 
 def test_inside_update_the_strategy_is_current(s2: dj.MirroredStrategy):
-    """As in TensorFlow: cross-replica context of the strategy, outside of a scope and in merge_call."""
     variable = made(s2)
     seen = []
 

@@ -1,4 +1,4 @@
-"""Devices and processes that stand idle because of how a program starts are named once each."""
+"""Log messages about devices and processes that a program leaves idle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TF_CONFIG = (
 def notices(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> Iterator[pytest.LogCaptureFixture]:
-    """What is logged in a process that has logged nothing yet."""
+    """The log of a process that has logged nothing yet."""
     monkeypatch.setattr(_user_frames, "_logged", set())
     with caplog.at_level(logging.WARNING, logger="distribute_jax"):
         yield caplog
@@ -37,10 +37,9 @@ def texts(notices: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in notices.records]
 
 
-def test_fit_without_a_strategy_on_a_machine_of_several_devices_is_named_once(
+def test_fit_on_one_of_several_devices_is_logged_once(
     notices: pytest.LogCaptureFixture,
 ):
-    """One device of eight, where nobody said that one is wanted."""
     x = np.ones((4, 1), np.float32)
     for strategy in (None, None, dj.OneDeviceStrategy(0)):
         dj.experimental_set_strategy(strategy)
@@ -53,10 +52,9 @@ def test_fit_without_a_strategy_on_a_machine_of_several_devices_is_named_once(
     assert "with dj.MirroredStrategy().scope(): model = dj.Model(...)" in text
 
 
-def test_a_scope_that_is_never_entered_is_named_with_its_line(
+def test_a_scope_that_is_never_entered_is_logged_with_its_line(
     notices: pytest.LogCaptureFixture, s2: dj.Strategy
 ):
-    """However it is entered, and left, nothing is said."""
     for _ in range(2):
         s2.scope()
     with s2.scope():
@@ -73,7 +71,7 @@ def test_a_scope_that_is_never_entered_is_named_with_its_line(
 @pytest.mark.parametrize("number", [4, np.int64(4)])
 @pytest.mark.parametrize("make", [dj.MirroredStrategy, dj.CentralStorageStrategy])
 def test_a_bare_number_of_devices_is_refused(make: type, number: int):
-    """It would be one device, no. 4, where other libraries mean four."""
+    """It would be device 4, where other libraries mean four devices."""
     with pytest.raises(
         dj.ArgumentError, match=r"\[4\] for device 4, or range\(4\) for the first 4"
     ):
@@ -82,10 +80,9 @@ def test_a_bare_number_of_devices_is_refused(make: type, number: int):
     assert dj.OneDeviceStrategy(4).num_replicas_in_sync == 1
 
 
-def test_a_tpu_strategy_without_a_tpu_is_named_unless_devices_are_simulated(
+def test_a_tpu_strategy_without_a_tpu_is_logged_unless_devices_are_simulated(
     notices: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    """XLA_FLAGS of the test suite, and dj.simulate, say that CPU devices are wanted."""
     local = dj.cluster_resolver.TPUClusterResolver("local")
     dj.TPUStrategy(local)
     assert not texts(notices)
@@ -102,10 +99,9 @@ def test_a_tpu_strategy_without_a_tpu_is_named_unless_devices_are_simulated(
     assert "dj.simulate(8)" in text
 
 
-def test_xla_flags_that_come_too_late_are_named_once(
+def test_xla_flags_that_are_set_too_late_are_logged_once(
     notices: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    """The flag is read when JAX starts, and says nothing to a JAX that has."""
     for count in (8, 16, 16):
         monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={count}")
         dj.MirroredStrategy()
@@ -127,13 +123,12 @@ def test_xla_flags_that_come_too_late_are_named_once(
         ({}, 1),
     ],
 )
-def test_a_mirrored_strategy_in_one_of_several_processes_is_named(
+def test_a_mirrored_strategy_in_one_of_several_processes_is_logged(
     notices: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     environment: dict[str, str],
     processes: int,
 ):
-    """Each of them would train alone, be chief, and write the same checkpoints."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     for _ in range(2):
@@ -143,8 +138,8 @@ def test_a_mirrored_strategy_in_one_of_several_processes_is_named(
 
 
 @pytest.mark.exhaustive
-def test_flags_set_in_python_after_jax_started_are_named_in_a_real_process():
-    """As in a notebook, where the variable is set in a cell after the first array."""
+def test_xla_flags_that_are_set_too_late_in_a_real_process():
+    """As in a notebook."""
     code = (
         "import os, jax; jax.devices()\n"
         "os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'\n"
@@ -157,7 +152,6 @@ def test_flags_set_in_python_after_jax_started_are_named_in_a_real_process():
     assert "XLA_FLAGS asks for 8 host devices, and JAX has 1" in ran.stderr
 
 
-def test_all_devices_are_used_where_nothing_is_named(notices: pytest.LogCaptureFixture):
-    """The ordinary start of a program logs nothing."""
+def test_a_strategy_on_all_devices_logs_nothing(notices: pytest.LogCaptureFixture):
     assert dj.MirroredStrategy().num_replicas_in_sync == len(jax.local_devices())
     assert not texts(notices)

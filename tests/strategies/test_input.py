@@ -1,4 +1,4 @@
-"""Datasets as strategies give them: where they may be iterated, and what their elements are worth."""
+"""Distributed datasets: where they may be made and iterated, and the numbers of their elements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BATCHES = [np.arange(8, dtype=np.float32), np.arange(6, dtype=np.float32)]
 
 @pytest.mark.parametrize("advance", ["__next__", "get_next", "get_next_as_optional"])
 def test_an_iterator_inside_run_is_a_value_error(s2: dj.MirroredStrategy, advance: str):
-    """Acceptance 105: the message shows how to pass the element, and no batch is lost."""
+    """The message shows how to pass the element, and no batch is lost."""
     iterator = iter(s2.distribute_dataset(BATCHES))
     with pytest.raises(ValueError, match=r"next\(iterator\).*args=\(next\(iterator\),\)") as error:
         s2.run(lambda: getattr(iterator, advance)())
@@ -22,7 +22,6 @@ def test_an_iterator_inside_run_is_a_value_error(s2: dj.MirroredStrategy, advanc
 
 
 def test_a_dataset_inside_run_or_a_trace_is_refused(s2: dj.MirroredStrategy):
-    """Looping in a step is the same error; under the user's own jit it is a RuntimeError as well."""
     dataset = s2.distribute_dataset(BATCHES)
     with pytest.raises(dj.IterationError):
         s2.run(lambda: list(dataset))
@@ -30,8 +29,7 @@ def test_a_dataset_inside_run_or_a_trace_is_refused(s2: dj.MirroredStrategy):
         jax.jit(lambda: list(dataset))()
 
 
-def test_every_method_of_input_belongs_to_cross_replica_context(s2: dj.MirroredStrategy):
-    """Datasets are made outside run, and outside another strategy's scope."""
+def test_datasets_are_made_in_cross_replica_context(s2: dj.MirroredStrategy):
     makers = (s2.distribute_dataset, s2.distribute_datasets_from_function)
     for make in makers:
         with pytest.raises(dj.ContextError, match="on one replica"):
@@ -42,15 +40,15 @@ def test_every_method_of_input_belongs_to_cross_replica_context(s2: dj.MirroredS
 
 @pytest.mark.parametrize("options", [{"partial": "drop"}, "drop", dj.RunOptions()], ids=type)
 def test_options_of_another_kind_are_refused(s2: dj.MirroredStrategy, options: object):
-    """A dict, a name or run's options are no InputOptions, whichever method gets them."""
     for make in (s2.distribute_dataset, s2.distribute_datasets_from_function):
         with pytest.raises(dj.ArgumentError, match=r"options must be None or dj\.InputOptions"):
             make(lambda *_: BATCHES, options)
 
 
 @pytest.mark.parametrize("policy", ["auto", "off"])
-def test_a_step_gives_the_same_numbers_by_both_rules(strategy: dj.Strategy, policy: str):
-    """Partial batches of rule A and of rule B, run and reduced, equal the plain sums and means."""
+def test_a_step_has_the_same_numbers_under_both_sharding_policies(
+    strategy: dj.Strategy, policy: str
+):
     options = dj.InputOptions(auto_shard_policy=policy)
     dataset = strategy.distribute_dataset(BATCHES, options)
     for batch, element in zip(BATCHES, dataset, strict=True):
@@ -62,6 +60,5 @@ def test_a_step_gives_the_same_numbers_by_both_rules(strategy: dj.Strategy, poli
 
 
 def test_the_experimental_name_is_the_same_method():
-    """TensorFlow's name for distribute_dataset needs no warning: it never got another there."""
     methods = vars(dj.Strategy.__mro__[1])
     assert methods["experimental_distribute_dataset"] is methods["distribute_dataset"]

@@ -1,4 +1,4 @@
-"""``MultiWorkerMirroredStrategy`` in a single process: the only worker, and what it refuses."""
+"""``MultiWorkerMirroredStrategy`` in a single process."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ def _nothing() -> Any:
 
 
 def tf_config(monkeypatch: pytest.MonkeyPatch, cluster: Any, kind: str) -> Any:
-    """A resolver that reads this TF_CONFIG, as task 0 of a kind."""
+    """Returns a resolver of a TF_CONFIG, as task 0 of a kind."""
     task = {"type": kind, "index": 0}
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
     return dj.cluster_resolver.TFConfigClusterResolver()
 
 
-def test_without_a_cluster_it_is_the_only_worker_and_says_so(caplog: pytest.LogCaptureFixture):
-    """All local devices are replicas, as under MirroredStrategy; one line in the log."""
+def test_without_a_cluster_it_is_the_only_worker(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, logger="distribute_jax"):
         strategy = dj.MultiWorkerMirroredStrategy()
     assert strategy.num_replicas_in_sync == jax.local_device_count()
@@ -52,10 +51,9 @@ def test_without_a_cluster_it_is_the_only_worker_and_says_so(caplog: pytest.LogC
     ],
     ids=["one worker", "others are not counted", "evaluator"],
 )
-def test_a_task_that_trains_with_nobody_starts_nothing(
+def test_a_task_that_trains_alone_connects_to_nobody(
     monkeypatch: pytest.MonkeyPatch, cluster: Any, kind: str
 ):
-    """Parameter servers and evaluators are not counted, and an evaluator stands alone."""
     strategy = dj.MultiWorkerMirroredStrategy(tf_config(monkeypatch, cluster, kind))
     assert strategy.num_replicas_in_sync == jax.local_device_count()
     assert strategy.cluster_resolver.task_type == kind
@@ -63,7 +61,6 @@ def test_a_task_that_trains_with_nobody_starts_nothing(
 
 
 def test_several_workers_after_the_backend_has_started_are_refused(monkeypatch: pytest.MonkeyPatch):
-    """The message says to make the strategy before any array."""
     jax.numpy.ones(1)
     resolver = tf_config(monkeypatch, {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker")
     with pytest.raises(dj.BackendStartedError, match=r"before any array, nnx\.Rngs, jax\.devices"):
@@ -79,7 +76,6 @@ def test_several_workers_after_the_backend_has_started_are_refused(monkeypatch: 
     ],
 )
 def test_arguments_of_another_kind_are_refused_by_name(arguments: Any, text: str):
-    """Each message shows what to pass instead."""
     with pytest.raises(ValueError, match=text):
         dj.MultiWorkerMirroredStrategy(**arguments)
 
@@ -87,20 +83,18 @@ def test_arguments_of_another_kind_are_refused_by_name(arguments: Any, text: str
 @pytest.mark.parametrize("name", ["start_seconds", "step_seconds", "heartbeat_seconds"])
 @pytest.mark.parametrize("value", [0, -1, float("inf"), "5", True, None])
 def test_times_to_wait_are_positive_numbers(name: str, value: Any):
-    """The message names the field and shows a value that works."""
     with pytest.raises(ValueError, match=rf"ClusterOptions: {name} must be an? (number|integer)"):
         dj.ClusterOptions(**{name: value})
 
 
 @pytest.mark.parametrize(("name", "timeout"), [("", 1), (3, 1), ("a", 0), ("a", "x"), ("a", True)])
-def test_a_barrier_has_a_name_and_a_time(name: Any, timeout: Any):
-    """Also where there is nobody to wait for, so that the mistake shows on one machine."""
+def test_arguments_of_barrier_are_checked(name: Any, timeout: Any):
+    """Also in a single process."""
     with pytest.raises(ValueError, match=r"trategy\.barrier: (name|timeout) must be"):
         dj.MultiWorkerMirroredStrategy().barrier(name, timeout)
 
 
 def test_a_step_trains_as_on_one_device():
-    """The only worker's replicas share a global batch."""
     losses = []
     for strategy in (dj.MultiWorkerMirroredStrategy(), dj.OneDeviceStrategy("cpu:0")):
         with strategy.scope():

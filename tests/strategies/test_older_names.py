@@ -1,4 +1,4 @@
-"""Older spellings work, and each warns with the name that replaced it."""
+"""Deprecated names of TensorFlow work, and warn with the name that replaced them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def parts(element: Any) -> list[list[float]]:
 
 
 def test_unwrap_is_local_results(s2: dj.MirroredStrategy):
-    """A tuple of this process's values; the warning points at the user's line."""
+    """The warning points at the user's line."""
     value = next(iter(s2.distribute_dataset(BATCHES)))
     with pytest.warns(DeprecationWarning, match=r"experimental_local_results\(value\)") as caught:
         unwrapped = s2.unwrap(value)
@@ -27,7 +27,6 @@ def test_unwrap_is_local_results(s2: dj.MirroredStrategy):
 
 
 def test_experimental_distribute_datasets_from_function(s2: dj.MirroredStrategy):
-    """The older name passes its options on."""
     options = dj.InputOptions(experimental_replication_mode="per_replica")
     with pytest.warns(DeprecationWarning, match=r"strategy\.distribute_datasets_from_function"):
         dataset = s2.experimental_distribute_datasets_from_function(
@@ -36,8 +35,8 @@ def test_experimental_distribute_datasets_from_function(s2: dj.MirroredStrategy)
     assert [parts(element) for element in dataset] == [[[0], [1]]]
 
 
-def test_a_numpy_dataset_has_single_examples(s2: dj.MirroredStrategy):
-    """Arrays are cut along dim 0, lists of arrays are stacked first; batching is the user's."""
+def test_experimental_make_numpy_dataset_yields_single_examples(s2: dj.MirroredStrategy):
+    """Lists of arrays are stacked first."""
     nest = {"x": np.arange(3), "y": [np.zeros(2), np.ones(2), np.full(2, 2)]}
     with pytest.warns(DeprecationWarning, match=r"dj\.data\.from_arrays\(x\)\.batch"):
         dataset = s2.experimental_make_numpy_dataset(nest, session=None)
@@ -48,13 +47,12 @@ def test_a_numpy_dataset_has_single_examples(s2: dj.MirroredStrategy):
 
 @pytest.mark.filterwarnings("ignore:strategy.experimental_make_numpy_dataset:DeprecationWarning")
 def test_a_list_that_does_not_stack_shows_its_shapes(s2: dj.MirroredStrategy):
-    """The message lists every shape."""
     with pytest.raises(dj.ArgumentError, match=r"must have one shape; got \(2,\), \(3,\)"):
         s2.experimental_make_numpy_dataset([np.zeros(2), np.zeros(3)])
 
 
-def test_a_dataset_iterator_is_initialized_as_often_as_wished(s2: dj.MirroredStrategy):
-    """get_next and next go through an epoch; initialize starts the next; none is needed at first."""
+def test_make_dataset_iterator(s2: dj.MirroredStrategy):
+    """The first call starts an epoch, and ``initialize`` the next."""
     with pytest.warns(DeprecationWarning, match=r"strategy\.distribute_dataset\(ds\)"):
         iterator = s2.make_dataset_iterator(BATCHES)
     assert parts(iterator.get_next()) == [[0, 1], [2, 3]]
@@ -65,8 +63,7 @@ def test_a_dataset_iterator_is_initialized_as_often_as_wished(s2: dj.MirroredStr
     assert [parts(element) for element in iterator] == [[[0, 1], [2, 3]], [[0], [1]]]
 
 
-def test_an_input_fn_iterator_deals_out_batches(s2: dj.MirroredStrategy):
-    """The function gets an InputContext; the mode is passed on."""
+def test_make_input_fn_iterator(s2: dj.MirroredStrategy):
     seen = []
 
     def input_fn(context: dj.InputContext) -> Iterator[np.ndarray]:
@@ -82,8 +79,8 @@ def test_an_input_fn_iterator_deals_out_batches(s2: dj.MirroredStrategy):
     assert seen == [dj.InputContext(1, 0, 2), *(dj.InputContext(2, i, 2) for i in range(2))]
 
 
-def test_experimental_run_passes_the_next_element(s2: dj.MirroredStrategy):
-    """The whole element is the step's only argument; without an iterator it has none."""
+def test_experimental_run(s2: dj.MirroredStrategy):
+    """The element is the only argument; without an iterator there is none."""
     pairs = [(batch, batch) for batch in BATCHES]
     iterator = iter(s2.distribute_dataset(pairs))
     with pytest.warns(DeprecationWarning, match=r"strategy\.run\(fn"):
@@ -93,8 +90,7 @@ def test_experimental_run_passes_the_next_element(s2: dj.MirroredStrategy):
         assert float(s2.experimental_run(lambda: 1.0)) == 1
 
 
-def test_a_configuration_comes_back_as_it_is(s2: dj.MirroredStrategy):
-    """There is not a session to configure, whatever the object."""
+def test_update_config_proto(s2: dj.MirroredStrategy):
     config = object()
     with pytest.warns(DeprecationWarning, match="update_config_proto"):
         assert s2.update_config_proto(config) is config

@@ -1,4 +1,4 @@
-"""reduce, gather and local results: TensorFlow's values, and exact where shares differ."""
+"""``reduce``, ``gather`` and local results: TensorFlow's values, and exact for unequal shares."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from distribute_jax import _user_frames
 
 
 def per_replica(strategy: dj.Strategy, values: list[object]) -> dj.PerReplica:
-    """Makes a per-replica value of host values."""
     return strategy.experimental_distribute_values_from_function(
         lambda context: values[context.replica_id_in_sync_group]
     )
 
 
 def replica_id():
-    """A step that gives each replica its id as a float."""
     return dj.get_replica_context().replica_id_in_sync_group.astype(float)
 
 
@@ -35,7 +33,7 @@ def test_sum_and_mean_over_four_replicas(s4: dj.MirroredStrategy):
 
 
 @pytest.mark.parametrize("op", ["MAX", "", None, 3])
-def test_another_operation_is_no_reduce_op(s4: dj.MirroredStrategy, op: object):
+def test_another_operation_is_refused(s4: dj.MirroredStrategy, op: object):
     with pytest.raises(ValueError, match="reduce_op must be one of 'sum', 'mean'"):
         s4.reduce(op, s4.run(replica_id), axis=None)
 
@@ -74,9 +72,7 @@ def _is_int(parts: list[object]) -> bool:
 @pytest.mark.parametrize(
     ("n", "counts"), [(8, (2, 2, 2, 2)), (6, (2, 2, 2, 0)), (5, (2, 2, 1, 0)), (1, (1, 0, 0, 0))]
 )
-def test_a_partial_batch_reduces_gathers_and_shows_only_its_real_rows(
-    s4: dj.MirroredStrategy, n: int, counts: tuple[int, ...]
-):
+def test_padding_is_excluded_everywhere(s4: dj.MirroredStrategy, n: int, counts: tuple[int, ...]):
     rows = np.arange(2 * n, dtype=np.float32).reshape(n, 2) + 1
     batches = [np.zeros((8, 2), np.float32), rows]
     _, batch = s4.distribute_dataset(batches)
@@ -98,9 +94,7 @@ def test_uneven_shares_cannot_be_reduced_element_by_element(s2: dj.MirroredStrat
     ("axis", "cure"),
     [(1, r"axis=\(0, 1\)"), (-1, r"axis=\(0, 1\)"), (None, "axis=0"), ((1,), "axis=")],
 )
-def test_the_message_names_the_axis_that_was_given_and_the_one_to_give(
-    s2: dj.MirroredStrategy, axis: object, cure: str
-):
+def test_the_message_says_which_axis_to_pass(s2: dj.MirroredStrategy, axis: object, cure: str):
     value = per_replica(s2, [np.ones((1, 2)), np.ones((2, 2))])
     given = axis[0] if isinstance(axis, tuple) else axis
     with pytest.raises(ValueError, match=rf"reduce\(axis={given}\).*differs too \({cure}"):
@@ -136,7 +130,7 @@ def test_random_keys_are_shown_and_gathered_but_not_reduced(s2: dj.MirroredStrat
     np.testing.assert_allclose(local, [jax.random.normal(keys[0]) for keys in wanted], rtol=1e-6)
 
 
-def test_an_axis_that_is_not_there_raises(s2: dj.MirroredStrategy):
+def test_a_wrong_axis_raises(s2: dj.MirroredStrategy):
     with pytest.raises(ValueError, match="does not have that dim"):
         s2.reduce("sum", s2.run(replica_id), axis=0)
     with pytest.raises(ValueError, match="twice"):
@@ -159,7 +153,7 @@ def test_the_sum_of_a_host_zero_is_zero(s2: dj.MirroredStrategy, zero: object):
     assert float(s2.reduce("sum", zero, axis=None)) == 0.0
 
 
-def test_a_result_every_replica_returned_alike_counts_once_for_each(s4: dj.MirroredStrategy):
+def test_a_mirrored_result_counts_once_for_each_replica(s4: dj.MirroredStrategy):
     same = s4.run(lambda: jnp.array([1.0, 3.0]))
     assert isinstance(same, jax.Array)
     assert isinstance(same, dj.Mirrored)
@@ -171,7 +165,7 @@ def test_a_result_every_replica_returned_alike_counts_once_for_each(s4: dj.Mirro
     assert s4.gather(same, axis=0).tolist() == [1.0, 3.0] * 4
 
 
-def test_with_one_replica_reduce_gives_the_value():
+def test_with_one_replica_reduce_returns_the_value():
     one = dj.OneDeviceStrategy("cpu:0")
     assert float(one.reduce("sum", 3.0, axis=None)) == 3.0
     assert float(one.reduce("sum", jnp.array([1.0, 2.0]), axis=0)) == 3.0
@@ -254,15 +248,13 @@ def test_a_per_replica_value_takes_part_in_no_arithmetic(s2: dj.MirroredStrategy
 @pytest.mark.parametrize(
     "use", [dj.compute_average_loss, jnp.sum, lambda x: x + 1, lambda x: x.sum()]
 )
-def test_a_step_is_told_to_take_a_batch_that_it_captures_in_args(s2: dj.MirroredStrategy, use: Any):
-    """As ``run(partial(step, batch))``: run divides its arguments, so the step meets the whole value."""
+def test_a_captured_batch_says_to_pass_it_in_args(s2: dj.MirroredStrategy, use: Any):
     (batch,) = s2.distribute_dataset([np.arange(4.0)])
     with pytest.raises((ValueError, TypeError), match=r"(?s)holds one value for.*args=\(value,\)"):
         s2.run(partial(use, batch))
 
 
-def test_what_one_array_has_is_refused_in_words_that_say_how_to_get_one(s2: dj.MirroredStrategy):
-    """Formats and attributes too, as TensorFlow's and NumPy's; ``hasattr`` sees none of them."""
+def test_formats_and_attributes_of_arrays_say_how_to_get_one_array(s2: dj.MirroredStrategy):
     value = s2.run(replica_id)
     with pytest.raises(TypeError, match=r"(?s)holds one value for each replica.*strategy\.reduce"):
         f"{value:.3f}"
@@ -279,7 +271,7 @@ def test_what_one_array_has_is_refused_in_words_that_say_how_to_get_one(s2: dj.M
         jnp.mean(value)
 
 
-def test_combined_values_mix_with_arrays_on_any_device(s4: dj.MirroredStrategy):
+def test_results_mix_with_arrays_on_any_device(s4: dj.MirroredStrategy):
     value = s4.run(replica_id)
     mean = s4.reduce("mean", value)
     locals_ = s4.experimental_local_results(value)
@@ -300,8 +292,7 @@ def test_reduce_of_a_mirrored_variable(s2: dj.MirroredStrategy):
     assert float(s2.reduce("sum", variable)) == 6.0
 
 
-def test_reduce_does_not_wait_for_the_step(s2: dj.MirroredStrategy):
-    """The combined array is on one device, uncommitted, and is made without the host."""
+def test_the_result_is_uncommitted_on_the_first_device(s2: dj.MirroredStrategy):
     result = s2.reduce("sum", s2.run(replica_id))
     assert not result.committed
     assert result.devices() == {jax.devices()[0]}
@@ -314,10 +305,9 @@ def test_narrow_integers_do_not_overflow(s2: dj.MirroredStrategy, dtype: type):
     assert float(s2.reduce("mean", batch, axis=0)) == 1.0
 
 
-def test_a_sum_of_what_the_step_has_reduced_already_is_named_once(
+def test_a_sum_of_a_reduced_float_is_logged_once(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    """It is N times the loss, as in TensorFlow; counts of each replica, and means, are meant so."""
     monkeypatch.setattr(_user_frames, "_logged", set())
 
     def reduced(x: jax.Array) -> Any:
@@ -330,14 +320,13 @@ def test_a_sum_of_what_the_step_has_reduced_already_is_named_once(
     assert (int(s4.reduce("sum", count)), float(s4.reduce("sum", own))) == (8, 4)
     assert float(s4.reduce("mean", total)) == 8
     [record] = caplog.records
-    assert "got a result of test_a_sum_of_what" in record.getMessage()
+    assert "got a result of test_a_sum_of_a_reduced" in record.getMessage()
     assert "4 times the value" in record.getMessage()
 
 
-def test_a_mean_of_the_parts_of_a_mean_is_named_once(
+def test_a_mean_of_the_parts_of_a_mean_is_logged(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    """On full and partial batches; the sum is the loss, and other results may be averaged."""
     monkeypatch.setattr(_user_frames, "_logged", set())
 
     def step(x: jax.Array) -> Any:

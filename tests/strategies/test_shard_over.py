@@ -1,7 +1,7 @@
-"""``FullyShardedStrategy(shard_over=k)``: groups of k devices divide the state, and each group has all of it.
+"""``FullyShardedStrategy(shard_over=k)``: groups of k devices shard the state, and each group has all of it.
 
-The order of the sums differs from that of ``MirroredStrategy``: first in a group, then over the groups. So
-numbers agree to rounding, and where sums are exact, in all bits.
+Sums are taken in another order than with ``MirroredStrategy``, first in a group and then over the groups. So
+numbers agree to rounding, or bitwise if the sums are exact.
 """
 
 from __future__ import annotations
@@ -34,19 +34,17 @@ import distribute_jax as dj
 
 
 def grouped(devices: int, shard_over: int | None, each: int = 1) -> dj.Strategy:
-    """The strategy on the first devices."""
     numbers = list(range(devices))
     return dj.FullyShardedStrategy(numbers, shard_over=shard_over, replicas_per_device=each)
 
 
 def assert_close(got: Any, wanted: Any) -> None:
-    """Two runs are equal to rounding."""
     for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 def every(*cases: Any) -> list[Any]:
-    """Cases of which all but the first are of the exhaustive suite."""
+    """Marks all cases but the first as exhaustive."""
     return [cases[0], *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases[1:])]
 
 
@@ -57,8 +55,8 @@ def every(*cases: Any) -> list[Any]:
         ("loop", 8, 4, 1), ("scan", 8, 2, 1), ("dropout", 8, 4, 1), ("convolution", 8, 4, 1),
     ),
 )  # fmt: skip
-def test_numbers_of_mirrored_state(name: str, devices: int, shard_over: int, each: int) -> None:
-    """Losses and state are those of MirroredStrategy; a device has the bytes of one of k devices."""
+def test_training_equals_mirrored(name: str, devices: int, shard_over: int, each: int) -> None:
+    """Each device has the bytes of one of k devices."""
     strategy = grouped(devices, shard_over, each)
     model, optimizer = made(strategy, MODELS[name])
     got = trained(strategy, model, optimizer)
@@ -73,8 +71,7 @@ def test_numbers_of_mirrored_state(name: str, devices: int, shard_over: int, eac
     dj.check_in_sync((model, optimizer))
 
 
-def test_the_step_is_that_of_all_replicas() -> None:
-    """Ids, sums by the user and the batch are those of 8 replicas; exact sums have the same bits."""
+def test_a_step_sees_all_replicas_and_exact_sums_are_bitwise_equal() -> None:
     rng = np.random.default_rng(0)
     start = rng.integers(-2, 3, (64, 32)).astype(np.float32)
     rows = rng.integers(-1, 2, (16, 64)).astype(np.float32)
@@ -104,7 +101,7 @@ def test_the_step_is_that_of_all_replicas() -> None:
 
 @pytest.mark.exhaustive
 def test_collectives_stay_in_groups() -> None:
-    """Gathers and reduce-scatters are of a group; a sum over the groups follows each, and nothing else."""
+    """Gathers and reduce-scatters are in a group; a sum over the groups follows each reduce-scatter."""
     found, groups = [], []
     for strategy in (grouped(4, None), grouped(4, 2)):
         trained(strategy, *made(strategy, MODELS["remat"]), (16,))
@@ -119,8 +116,7 @@ def test_collectives_stay_in_groups() -> None:
 
 
 @pytest.mark.exhaustive
-def test_one_group_is_the_program_without_groups() -> None:
-    """shard_over of all devices compiles what None does."""
+def test_one_group_compiles_the_program_without_groups() -> None:
     programs = []
     for strategy in (grouped(4, None), grouped(4, 4)):
         trained(strategy, *made(strategy, MODELS["scan"]), (16,))
@@ -129,8 +125,8 @@ def test_one_group_is_the_program_without_groups() -> None:
     assert programs[0] == programs[1]
 
 
-def test_placement_creation_and_plans_know_groups() -> None:
-    """They show k shares of what k divides; a plan is for groups of k, as many as there are."""
+def test_create_placement_and_plan() -> None:
+    """A plan is for groups of k, as many as there are."""
     strategy = grouped(8, 4)
     assert repr(strategy).endswith(", shard_over=4)")
     layer = strategy.create(lambda: nnx.Linear(64, 36, use_bias=False, rngs=nnx.Rngs(0)))
@@ -148,22 +144,20 @@ def test_placement_creation_and_plans_know_groups() -> None:
     plans = [strategy.plan(step, (batch,), replicas=number) for number in (None, 4, 64)]
     assert [plan.replicas for plan in plans] == [8, 4, 64]
     assert {plan.state_bytes["parameters"] for plan in plans} == {64 * 9 * 4}
-    assert str(plans[0]).startswith("test_placement")
+    assert str(plans[0]).startswith("test_create_placement")
     assert "FullyShardedStrategy(shard_over=4), 8 replicas" in str(plans[0])
     with pytest.raises(dj.ArgumentError, match="shard_over=4 does not divide the 6 devices"):
         strategy.plan(step, (batch,), replicas=6)
 
 
 @pytest.mark.parametrize("value", [0, True, 2.0, 3, 16, 1])
-def test_a_number_that_makes_no_groups_is_refused(value: Any) -> None:
-    """In one line that names the argument."""
+def test_other_values_of_shard_over_are_refused(value: Any) -> None:
     with pytest.raises(dj.ArgumentError, match=r"^[^\n]*shard_over[^\n]*$"):
         grouped(8, value)
 
 
 @pytest.mark.exhaustive
-def test_partial_batches_several_steps_and_a_norm_of_all_gradients() -> None:
-    """The numbers are those of mirrored state, also where an update is under lax.cond."""
+def test_partial_batches_run_steps_and_a_global_norm_under_cond() -> None:
     runs = []
     clipped = lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, 0.9))  # noqa: E731
     for strategy in (dj.MirroredStrategy([0, 1, 2, 3]), grouped(4, 2)):
@@ -191,8 +185,7 @@ def test_partial_batches_several_steps_and_a_norm_of_all_gradients() -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_train_state_is_divided_in_groups() -> None:
-    """It stays so from step to step, and in a plan for more groups."""
+def test_a_train_state_is_sharded_in_groups() -> None:
     strategy, mirrored = grouped(8, 4), dj.MirroredStrategy(list(range(8)))
     (ours, losses), (_, theirs) = train_state(strategy), train_state(mirrored)
     np.testing.assert_allclose(losses, theirs, rtol=1e-5)
@@ -217,8 +210,7 @@ LAYOUTS = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("before", "after"), every(("groups", "divided"), ("mirrored", "groups")))
-def test_checkpoints_go_into_other_layouts(before: str, after: str, tmp_path: Path) -> None:
-    """Bit by bit, and each group trains on from there; the file has one copy of the shares."""
+def test_checkpoints_restore_into_other_layouts(before: str, after: str, tmp_path: Path) -> None:
     strategy = LAYOUTS[before]()
     model, optimizer = made(strategy, MODELS["scan"])
     _, expected = trained(strategy, model, optimizer, (16,))
@@ -234,7 +226,7 @@ def test_checkpoints_go_into_other_layouts(before: str, after: str, tmp_path: Pa
 
 
 def test_inside_the_scope() -> None:
-    """Steps, ``fit``, ``evaluate`` and plain calls work in the scope, whose mesh is not that of a step."""
+    """The mesh of the scope differs from that of a step."""
     x = np.random.default_rng(0).normal(size=(20, 64)).astype(np.float32)
     runs = []
     for strategy in (grouped(4, 2), dj.MirroredStrategy([0, 1, 2, 3])):
@@ -263,7 +255,7 @@ def test_inside_the_scope() -> None:
     ],
 )
 def test_callbacks_that_return_arrays_are_refused(call: Any, strategy: Any, where: str) -> None:
-    """JAX compiles none beside automatic axes, or over two meshes: the message names the line."""
+    """JAX cannot compile them with automatic axes, or over two meshes."""
     strategy = strategy()
     with strategy.scope():
         layer = nnx.Linear(64, 32, rngs=nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""``shard_optimizer_state=True``: the numbers of mirrored state, with an Nth of it on each device."""
+"""``shard_optimizer_state=True``: the numbers of mirrored state, with 1/N of it on each device."""
 
 from __future__ import annotations
 
@@ -25,19 +25,17 @@ from distribute_jax.program import _placement
 REPLICAS = [4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 8))]
 
 
-def sharing(replicas: int) -> dj.MirroredStrategy:
-    """A strategy of which this file is about."""
+def sharded_strategy(replicas: int) -> dj.MirroredStrategy:
     return dj.MirroredStrategy(list(range(replicas)), shard_optimizer_state=True)
 
 
 @pytest.fixture
 def z4() -> dj.MirroredStrategy:
-    """One of four replicas."""
-    return sharing(4)
+    return sharded_strategy(4)
 
 
 class Net(nnx.Module):
-    """A layer of 33 × 35, which cannot be divided, and one of 35 × 64."""
+    """A layer of 33 × 35, which is not divisible, and one of 35 × 64."""
 
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)
@@ -70,13 +68,12 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 
 
 def batches(sizes: list[int]) -> list[Any]:
-    """Batches of these sizes."""
     rng = np.random.default_rng(3)
     return [(rng.normal(size=(n, 33)).astype("f"), rng.integers(0, 64, n)) for n in sizes]
 
 
 def made(strategy: dj.Strategy, tx: Any, **kwargs: Any) -> tuple[Net, Any]:
-    """A model and its optimizer; with options, or without ``tx`` as Flax has it, ours."""
+    """Returns a model and its optimizer: with options ``dj.Optimizer``, otherwise Flax's."""
     with strategy.scope():
         model = Net()
         kind = dj.Optimizer if kwargs else functools.partial(nnx.Optimizer, wrt=nnx.Param)
@@ -84,7 +81,7 @@ def made(strategy: dj.Strategy, tx: Any, **kwargs: Any) -> tuple[Net, Any]:
 
 
 def update(model: Net, optimizer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The step of one replica; our own optimizer sums the gradients itself."""
+    """The step of one replica; ``dj.Optimizer`` sums the gradients itself."""
 
     def loss_fn(model: Net) -> jax.Array:
         return dj.compute_average_loss(optax.softmax_cross_entropy_with_integer_labels(model(x), y))
@@ -100,12 +97,11 @@ def update(model: Net, optimizer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def values(tree: Any) -> Any:
-    """The numbers of a module or optimizer."""
     return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(tree)))
 
 
 def assert_close(a: Any, b: Any, rtol: float = 2e-5) -> None:
-    """Compares two nests, relative to the largest value of each leaf."""
+    """Compares two trees, relative to the largest value of each leaf."""
     for (path, x), y in zip(
         jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True
     ):
@@ -134,7 +130,7 @@ def trained(strategy: dj.Strategy, names: tuple[str, ...]) -> Any:
 
 @functools.cache
 def on_one_device(names: tuple[str, ...]) -> Any:
-    """The reference, computed once for each process."""
+    """The reference."""
     return trained(dj.OneDeviceStrategy(0), names)
 
 
@@ -146,8 +142,7 @@ OTHERS = tuple(name for name in OPTIMIZERS if name not in SOME)
 @pytest.mark.parametrize("names", [SOME, OTHERS])
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])
 def test_every_optimizer_trains_as_on_one_device(names: tuple[str, ...], replicas: int) -> None:
-    """Losses, weights and optimizer states, of transformations that are elementwise and that are not."""
-    losses, state, programs = trained(sharing(replicas), names)
+    losses, state, programs = trained(sharded_strategy(replicas), names)
     wanted_losses, wanted, wanted_programs = on_one_device(names)
     # One for full batches and one for padded ones; a single replica pads nothing.
     assert programs == (2 if replicas > 1 else wanted_programs)
@@ -157,7 +152,7 @@ def test_every_optimizer_trains_as_on_one_device(names: tuple[str, ...], replica
 
 
 def bytes_of_state(optimizer: Any) -> dict[jax.Device, int]:
-    """What each device holds of an optimizer."""
+    """Returns the bytes of an optimizer's state on each device."""
     held: dict[jax.Device, int] = {}
     for array in jax.tree.leaves(nnx.state(optimizer, nnx.OptState)):
         for shard in array.addressable_shards:
@@ -166,21 +161,21 @@ def bytes_of_state(optimizer: Any) -> dict[jax.Device, int]:
 
 
 def program_of(strategy: dj.Strategy) -> Any:
-    """The only program of a strategy."""
+    """Returns the only program of a strategy."""
     (program,) = strategy._runner.cache.programs.values()
     return program
 
 
 def collectives_of(program: Any) -> Counter[str]:
-    """How often each collective stands in a compiled program."""
+    """Returns the number of collectives of each kind in a compiled program."""
     kinds = "all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute"
     return Counter(re.findall(rf" ({kinds})(?:-start)?\(", program.compiled.as_text()))
 
 
 @pytest.mark.parametrize("replicas", REPLICAS)
-def test_each_device_keeps_its_share_from_the_first_step_on(replicas: int) -> None:
-    """An Nth of what can be divided; the whole arrays are gone, and state is updated in place."""
-    strategy = sharing(replicas)
+def test_each_device_keeps_its_shard_from_the_first_step_on(replicas: int) -> None:
+    """The full arrays are freed, and state is updated in place."""
+    strategy = sharded_strategy(replicas)
     model, optimizer = made(strategy, optax.adam(0.01))
     (batch,) = strategy.distribute_dataset(batches([16]))
     traces = []
@@ -211,8 +206,8 @@ def test_each_device_keeps_its_share_from_the_first_step_on(replicas: int) -> No
         assert found["all-to-all"] == found["collective-permute"] == 0
 
 
-def test_the_whole_state_is_not_put_together_inside_the_step(z4: dj.MirroredStrategy) -> None:
-    """What is gathered is the weight; an Adam step needs less memory than with mirrored state."""
+def test_the_state_is_not_gathered_in_the_step(z4: dj.MirroredStrategy) -> None:
+    """Only weights are: an Adam step needs less memory than with mirrored state."""
     used = {}
     for strategy in (z4, dj.MirroredStrategy([0, 1, 2, 3])):
         model, optimizer = made(strategy, OPTIMIZERS["clipped"]())
@@ -230,10 +225,10 @@ def test_the_whole_state_is_not_put_together_inside_the_step(z4: dj.MirroredStra
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("replicas", REPLICAS)
-def test_accumulated_gradients_and_steps_in_one_dispatch(replicas: int) -> None:
-    """``dj.Optimizer`` reduces under a condition: there, too, gradients are scattered, and only there."""
+def test_accumulated_gradients_and_run_steps(replicas: int) -> None:
+    """``dj.Optimizer`` reduces under a condition, so its collectives are there too."""
     results = []
-    for strategy in (sharing(replicas), dj.OneDeviceStrategy(0)):
+    for strategy in (sharded_strategy(replicas), dj.OneDeviceStrategy(0)):
         model, optimizer = made(
             strategy,
             optax.adam(0.01),
@@ -263,8 +258,7 @@ def _outside_conditions_is_no(program: Any, collective: str) -> None:
     assert f" {collective}(" not in entry
 
 
-def test_loss_scale_is_not_needed_for_a_jit_inside(z4: dj.MirroredStrategy) -> None:
-    """A step that is one nnx.jit is looked into: its gradients are scattered as well."""
+def test_gradients_are_scattered_inside_a_jit(z4: dj.MirroredStrategy) -> None:
     model, optimizer = made(z4, optax.adam(0.01))
     whole_step = nnx.jit(update)
     (batch,) = z4.distribute_dataset(batches([16]))
@@ -273,7 +267,7 @@ def test_loss_scale_is_not_needed_for_a_jit_inside(z4: dj.MirroredStrategy) -> N
 
 
 def in_a_scan(model: Net, optimizer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Two updates in a loop: it holds collectives, so each replica runs it, on the whole state."""
+    """Two updates in a loop with collectives, so each replica runs it on the full state."""
 
     @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
     def one(pair: Any, part: Any) -> Any:
@@ -290,22 +284,22 @@ def weights_used_again(model: Net, optimizer: Any, x: jax.Array, y: jax.Array) -
 
 
 def gradients_returned(model: Net, optimizer: Any, x: jax.Array, y: jax.Array) -> Any:
-    """The summed gradients are a result as well as the start of the update."""
+    """The summed gradients are a result too."""
     grads = nnx.grad(lambda m: dj.compute_average_loss(jnp.sum(m(x) ** 2, -1)))(model)
     grads = dj.get_replica_context().all_reduce("sum", grads)
     optimizer.update(model, grads)
     return jax.tree.leaves(nnx.to_pure_dict(grads))
 
 
-def own_and_constant(model: Net, optimizer: Any, x: jax.Array, y: jax.Array) -> Any:
-    """Rows, a constant, an argument as it is, and state that is set to a number."""
+def other_results(model: Net, optimizer: Any, x: jax.Array, y: jax.Array) -> Any:
+    """Rows, a constant, an unchanged argument, and state that is set to a number."""
     loss = update(model, optimizer, x, y)
     optimizer.step[...] = jnp.uint32(7)
     return loss, x, y + 1, 3.0, model.first.kernel
 
 
 def on_a_condition(model: Net, optimizer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Every replica decides the same, from the loss of all, whether to update; two kinds of update."""
+    """Updates on a condition that all replicas compute from the same loss."""
     loss = dj.get_replica_context().all_reduce("mean", jnp.mean(model(x) ** 2))
     for limit in (0.0, 1e9):
         nnx.cond(
@@ -317,7 +311,7 @@ def on_a_condition(model: Net, optimizer: Any, x: jax.Array, y: jax.Array) -> ja
     return loss
 
 
-PROGRAMS = (in_a_scan, weights_used_again, gradients_returned, own_and_constant, on_a_condition)
+PROGRAMS = (in_a_scan, weights_used_again, gradients_returned, other_results, on_a_condition)
 LONG = (in_a_scan, weights_used_again)
 
 
@@ -326,10 +320,9 @@ LONG = (in_a_scan, weights_used_again)
     [pytest.param(body, marks=[pytest.mark.exhaustive] * (body in LONG)) for body in PROGRAMS],
     ids=lambda body: body.__name__,
 )
-def test_any_step_gives_the_numbers_of_mirrored_state(
+def test_steps_that_are_only_partly_sharded_equal_mirrored(
     body: Callable[..., Any], z4: dj.MirroredStrategy
 ) -> None:
-    """However little of a step can be shared, its results and its state are the same."""
     results = []
     for strategy in (z4, dj.MirroredStrategy([0, 1, 2, 3])):
         model, optimizer = made(strategy, optax.adam(0.01))
@@ -344,10 +337,10 @@ def test_any_step_gives_the_numbers_of_mirrored_state(
 
 
 @pytest.mark.exhaustive
-def test_callbacks_and_keys_that_draw_otherwise_when_divided_stay_on_each_replica(
+def test_callbacks_and_rbg_keys_run_on_each_replica(
     z4: dj.MirroredStrategy,
 ) -> None:
-    """Noise of an rbg key in the update, and a callback on a new weight, once on each replica."""
+    """rbg keys would draw other numbers if they were sharded."""
     results = []
     for strategy in (z4, dj.MirroredStrategy([0, 1, 2, 3])):
         with strategy.scope():
@@ -372,8 +365,7 @@ def _append(seen: list[float], value: Any) -> None:
     seen.append(float(value))
 
 
-def test_optax_state_among_the_arguments_stays_whole(z4: dj.MirroredStrategy) -> None:
-    """Nests of arrays go whole to each replica, and come back so."""
+def test_optax_state_among_the_arguments_stays_replicated(z4: dj.MirroredStrategy) -> None:
     tx = optax.adam(0.01)
     weights = {"w": jnp.ones((33, 64))}
 
@@ -412,8 +404,7 @@ class Noisy(nnx.Module):
         ),
     ],
 )
-def test_statistics_dropout_and_every_operation_are_as_with_mirrored_state(ops: Any) -> None:
-    """What a replica does by itself is compiled as usual: its own masks, its own statistics."""
+def test_batch_norm_dropout_and_cross_device_ops_equal_mirrored(ops: Any) -> None:
     results = []
     for sharded in (True, False):
         strategy = dj.MirroredStrategy(
@@ -439,8 +430,7 @@ def test_statistics_dropout_and_every_operation_are_as_with_mirrored_state(ops: 
 
 
 @pytest.mark.exhaustive
-def test_state_is_read_checked_copied_and_put_back(z4: dj.MirroredStrategy) -> None:
-    """Outside of run it is an ordinary array: to NumPy, check_in_sync, dj.snapshot and nnx.update."""
+def test_state_can_be_checked_snapshotted_and_restored(z4: dj.MirroredStrategy) -> None:
     model, optimizer = made(z4, optax.adam(0.01))
     step = functools.partial(update, model, optimizer)
     first, second = z4.distribute_dataset(batches([16, 16]))
@@ -460,7 +450,6 @@ def test_state_is_read_checked_copied_and_put_back(z4: dj.MirroredStrategy) -> N
 
 @pytest.mark.exhaustive
 def test_checkpoints_go_to_mirrored_state_and_back(z4: dj.MirroredStrategy, tmp_path: Path) -> None:
-    """A checkpoint holds whole arrays, whoever saved it; restored ones are placed by the strategy."""
     first, *later = batches([16, 16, 16])
     share = 2 * DIVIDED + 8 * WHOLE + 8
     for saver in (z4, dj.MirroredStrategy([0, 1, 2, 3])):
@@ -487,7 +476,6 @@ def test_checkpoints_go_to_mirrored_state_and_back(z4: dj.MirroredStrategy, tmp_
 
 @pytest.mark.exhaustive
 def test_the_step_is_verified_against_one_device(z4: dj.MirroredStrategy) -> None:
-    """``verify`` starts both from the gathered state, and finds a gradient that is 4 times too large."""
     model, optimizer = made(z4, optax.sgd(0.1, momentum=0.9))
     (batch,) = z4.distribute_dataset(batches([16]))
     options = dj.RunOptions(verify="always")
@@ -504,8 +492,7 @@ def test_the_step_is_verified_against_one_device(z4: dj.MirroredStrategy) -> Non
     assert_close(before, values(optimizer), 0)
 
 
-def test_pmap_refuses_shares(z4: dj.MirroredStrategy) -> None:
-    """It has every array whole, and says so."""
+def test_pmap_refuses_sharded_state(z4: dj.MirroredStrategy) -> None:
     model, optimizer = made(z4, optax.adam(0.01))
     (batch,) = z4.distribute_dataset(batches([16]))
     step = functools.partial(update, model, optimizer)
@@ -514,8 +501,7 @@ def test_pmap_refuses_shares(z4: dj.MirroredStrategy) -> None:
 
 
 def test_the_option_is_shown_and_checked() -> None:
-    """In the repr, in a copy, and by both strategies that take it."""
-    strategy = sharing(2)
+    strategy = sharded_strategy(2)
     assert repr(strategy) == "MirroredStrategy([cpu:0, cpu:1], shard_optimizer_state=True)"
     assert "shard" not in repr(dj.MirroredStrategy([0, 1]))
     assert repr(copy.deepcopy(strategy)) == repr(strategy)
@@ -544,7 +530,6 @@ def test_the_option_is_shown_and_checked() -> None:
     ],
 )
 def test_which_dim_is_divided(shape: tuple[int, ...], replicas: int, dim: int | None) -> None:
-    """The first that N divides, of arrays that are worth it; a short first one only if no other."""
     assert _placement.share_dim(shape, replicas) == dim
 
 
@@ -558,7 +543,7 @@ CHECKS = ["training", "training_with_dj_optimizer", "run_steps", "donation"]
 def test_the_conformance_suite_passes(
     only: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With every array divided that can be: the suite's are smaller than what is worth it."""
+    """Sharding every array that can be, since those of the suite are small."""
     monkeypatch.setattr(_placement, "LEAST_ELEMENTS", 1)
     report = dj.testing.check_strategy(
         lambda devices: dj.MirroredStrategy(devices, shard_optimizer_state=True), [4], only=only

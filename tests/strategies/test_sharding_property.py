@@ -1,4 +1,4 @@
-"""No random training program has other numbers where random kinds of its parameters are divided.
+"""Random training programs have the same numbers whichever kinds of their parameters are sharded.
 
 Programs read parameters in scans over layers, remat, cond, while, vmap and custom derivatives, reshaped,
 transposed and cast, twice, and outside of the gradient; they update them together and return them.
@@ -26,7 +26,7 @@ SIZE, LAYERS, ROWS = 8, 4, 3
 
 
 class Table(nnx.Variable[Any]):
-    """Integers that the step reads and counts up, not parameters."""
+    """Integers that the step reads and increments."""
 
 
 class Half(nnx.Param[Any]):
@@ -163,7 +163,7 @@ def square(draw: st.DrawFn) -> Statement:
 
 @st.composite
 def layered(draw: st.DrawFn) -> Statement:
-    """Draws a use of all layers: at once, or in a scan of a drawn use, which may hand them out."""
+    """Draws a use of all layers, at once or in a scan, which may return the weights."""
     use = draw(st.sampled_from(sorted(LAYERED)))
     if draw(st.booleans()):
         return lambda x, m: LAYERED[use](x, m.layers[...])
@@ -269,8 +269,8 @@ programs = st.tuples(
 )
 
 
-class Dividing(dj.Strategy):
-    """A strategy that divides some kinds of variables."""
+class Sharding(dj.Strategy):
+    """Shards some kinds of variables."""
 
     def __init__(self, kinds: tuple[type, ...], devices: int, each: int) -> None:
         used = dj.FullyShardedStrategy(list(range(devices)), replicas_per_device=each)
@@ -278,7 +278,7 @@ class Dividing(dj.Strategy):
 
 
 def trained(strategy: dj.Strategy, program: Any) -> Any:
-    """The results of two steps, and all state after them."""
+    """Returns the results of two steps, and all state after them."""
     forward, updates, results, *_ = program
     with strategy.scope():
         model = Model()
@@ -309,16 +309,16 @@ def trained(strategy: dj.Strategy, program: Any) -> Any:
     return jax.tree.map(np.asarray, [outs, nnx.to_pure_dict(nnx.state((model, optimizer)))])
 
 
-def look(program: Any, figures: Counter[str], causes: Counter[str]) -> bool:
-    """Compares a program on whole and on divided state."""
+def compare(program: Any, figures: Counter[str], causes: Counter[str]) -> bool:
+    """Compares a program on replicated and on sharded state."""
     *_, kinds, (devices, each) = program
     try:
-        whole = trained(Dividing((), devices, each), program)
+        whole = trained(Sharding((), devices, each), program)
     except (dj.LoweringError, dj.DeadlockError, dj.StaleCaptureError):
         return (
             False  # it communicates in a branch or a loop, or writes what a transformation captured
         )
-    divided = trained(Dividing(kinds, devices, each), program)
+    divided = trained(Sharding(kinds, devices, each), program)
     pairs = list(zip(*map(jax.tree.leaves, (whole, divided)), strict=True))
     figures["programs"] += 1
     figures["bitwise"] += all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in pairs)
@@ -335,11 +335,11 @@ def look(program: Any, figures: Counter[str], causes: Counter[str]) -> bool:
 def test_a_parameter_and_a_number_in_one_equation(
     use: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number is a literal of the jaxpr, or another one on each replica."""
+    """The number is a literal of the jaxpr, or differs between replicas."""
     monkeypatch.setattr("distribute_jax.program._placement.LEAST_ELEMENTS", 1)
     figures = Counter[str]()
     program = [lambda x, m: SQUARE[use](x, m.a[...])], [], [], KINDS, (2, 1)
-    assert look(program, figures, Counter())
+    assert compare(program, figures, Counter())
     assert figures["bitwise"]
 
 
@@ -347,10 +347,10 @@ def test_a_parameter_and_a_number_in_one_equation(
 @pytest.mark.parametrize(
     "examples", [2, pytest.param(300, marks=pytest.mark.exhaustive)], ids=["few", "many"]
 )
-def test_what_is_divided_has_the_numbers_of_what_is_whole(
+def test_sharded_parameters_have_the_numbers_of_replicated_ones(
     examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distribute_jax.program._placement.LEAST_ELEMENTS", 1)
-    figures = searched(examples, programs, look, never="other numbers")
+    figures = searched(examples, programs, compare, never="other numbers")
     # Where XLA fuses otherwise, the last bit is another.
     assert figures["bitwise"] >= 0.9 * figures["programs"] - 1

@@ -1,4 +1,4 @@
-"""TPUStrategy: replicas of one core and of several, on simulated devices, with the numbers of one device."""
+"""``TPUStrategy``: replicas of one and of several cores, on simulated devices."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ Y = np.random.default_rng(1).normal(size=(16, 4)).astype(np.float32)
 
 
 def tpu(replicas: int, cores: int, **options: Any) -> dj.TPUStrategy:
-    """Replicas on blocks of a v3-8 of simulated devices."""
+    """Replicas on blocks of a simulated v3-8."""
     shape = {1: [1, 1, 1, 1], 2: [1, 1, 1, 2], 4: [1, 2, 1, 2], 8: [2, 2, 1, 2]}[cores]
     assignment = DeviceAssignment.build(dj.initialize_tpu_system(LOCAL), shape, None, replicas)
     return dj.TPUStrategy(LOCAL, experimental_device_assignment=assignment, **options)
 
 
 def program_of(strategy: dj.Strategy) -> str:
-    """The text of the program that was compiled last."""
+    """Returns the text of the program that was compiled last."""
     *_, program = strategy._runner.cache.programs.values()
     return program.compiled.as_text()
 
 
 class Net(nnx.Module):
-    """Two layers; the first one's output can be split over the cores."""
+    """Two layers; the output of the first can be split over the cores."""
 
     def __init__(self) -> None:
         self.first = nnx.Linear(8, 24, rngs=nnx.Rngs(0))
@@ -47,7 +47,7 @@ class Net(nnx.Module):
 
 
 def trained(strategy: dj.Strategy, parts: list[int] | None, **options: Any) -> tuple[Any, Any]:
-    """Three steps, the last on a partial batch: the losses, the rows' results, and the weights."""
+    """Three steps, the last on a partial batch; returns losses, gathered rows and weights."""
     with strategy.scope():
         model = Net()
         optimizer = dj.Optimizer(model, optax.adam(1e-2))
@@ -98,8 +98,8 @@ def one_device() -> tuple[Any, Any]:
         ),
     ],
 )
-def test_training_on_split_arrays_is_that_of_one_device(replicas, cores, parts, one_device):
-    """Losses, gathered rows and weights; the split array has the shape of one part in the program."""
+def test_training_on_split_arrays_equals_one_device(replicas, cores, parts, one_device):
+    """In the program the split array has the shape of one part."""
     strategy = tpu(replicas, cores)
     losses, arrays = trained(strategy, parts)
     np.testing.assert_allclose(losses, one_device[0], rtol=1e-5)
@@ -110,9 +110,7 @@ def test_training_on_split_arrays_is_that_of_one_device(replicas, cores, parts, 
     assert re.search(rf"f32\[{part}\]\S* (dot|fusion|tanh|custom-call)", program_of(strategy)), part
 
 
-def test_the_program_computes_only_a_part_of_a_split_array_on_each_core():
-    """Without the split every core does all of the work of its replica; with it a half."""
-
+def test_each_core_computes_only_its_part_of_a_split_array():
     def flops(parts):
         strategy = tpu(4, 2)
 
@@ -130,8 +128,7 @@ def test_the_program_computes_only_a_part_of_a_split_array_on_each_core():
     assert flops([1, 2]) < 0.6 * flops(None)
 
 
-def test_values_of_replicas_with_two_cores_come_once_for_each_replica():
-    """Results, batches, variables and values from a function have one part for each replica, in order."""
+def test_per_replica_values_have_one_part_for_each_replica_of_two_cores():
     strategy = tpu(4, 2)
     assert dict(strategy.mesh.shape) == {"data": 4, "model": 2}
     assert strategy.num_replicas_in_sync == 4
@@ -172,7 +169,7 @@ def test_values_of_replicas_with_two_cores_come_once_for_each_replica():
     dj.check_in_sync(mirrored)
 
 
-def test_a_dataset_for_each_replica_is_laid_on_all_of_its_cores():
+def test_a_dataset_for_each_replica_is_placed_on_all_of_its_cores():
     strategy = tpu(4, 2)
     options = dj.InputOptions(experimental_replication_mode="per_replica")
     (batch,) = strategy.distribute_datasets_from_function(
@@ -197,7 +194,6 @@ def test_a_partition_spec_of_the_user_names_the_cores():
 
 @pytest.mark.exhaustive
 def test_verify_compares_with_one_replica_on_its_cores():
-    """RunOptions(verify=…) finds a split step equal, and a forgotten all_reduce unequal."""
     strategy = tpu(4, 2)
     losses, _ = trained(strategy, [1, 2], verify="first")
     assert len(losses) == 3
@@ -213,7 +209,6 @@ def test_verify_compares_with_one_replica_on_its_cores():
 
 
 def test_pmap_refuses_replicas_of_two_cores():
-    """It knows of one device for each replica only."""
     with pytest.raises(dj.LoweringError, match="2 cores"):
         tpu(4, 2).run(lambda: 1.0, options=dj.RunOptions(lowering="pmap"))
 
@@ -244,7 +239,7 @@ def test_what_does_not_fit_the_cores_is_a_value_error(case: str):
         strategy.run(lambda: method(jnp.ones((5, 6)), argument))
 
 
-def test_the_calls_belong_into_a_step_of_the_strategy_itself():
+def test_the_methods_are_called_in_a_step_of_the_same_strategy():
     strategy = tpu(4, 2)
     with pytest.raises(RuntimeError, match="outside of run"):
         strategy.experimental_replicate_to_logical_devices(jnp.ones(2))
@@ -256,8 +251,7 @@ def test_the_calls_belong_into_a_step_of_the_strategy_itself():
         strategy.run(lambda: strategy.experimental_replicate_to_logical_devices([jnp.ones(2)]))
 
 
-def test_with_one_core_the_calls_change_nothing():
-    """Without an assignment every device is a replica."""
+def test_with_one_core_the_methods_change_nothing():
     strategy = dj.experimental.TPUStrategy()
     assert (strategy.num_replicas_in_sync, strategy.mesh.axis_names) == (8, ("data",))
 
@@ -270,7 +264,6 @@ def test_with_one_core_the_calls_change_nothing():
 
 
 def test_state_of_replicas_with_two_cores_is_saved_and_restored(tmp_path):
-    """A checkpoint of 4 × 2 goes into another strategy, and back."""
     with tpu(4, 2).scope():
         model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     with dj.MirroredStrategy([0, 1]).scope():

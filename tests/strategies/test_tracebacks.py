@@ -1,4 +1,4 @@
-"""Tracebacks show the user's lines; those of the library only where they are asked for."""
+"""Tracebacks hide the library's frames, unless an environment variable is set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIBRARY = dj.__path__[0]
 
 
 def frames(error: BaseException | None, *, of_library: bool) -> list[str]:
-    """Names the functions in the tracebacks of an error and of what it came from."""
+    """Returns the names of functions in the tracebacks of an error and its causes."""
     found: list[str] = []
     while error is not None:
         every = traceback.extract_tb(error.__traceback__)
@@ -28,15 +28,12 @@ def frames(error: BaseException | None, *, of_library: bool) -> list[str]:
 
 
 class Linear(nnx.Linear):
-    """A layer whose call fails."""
-
     def __call__(self, x: Any) -> Any:
-        """Fails."""
         raise ZeroDivisionError("in the layer")
 
 
 def failing(strategy: dj.Strategy) -> dict[str, Callable[[], Any]]:
-    """Returns calls that fail in all kinds of ways."""
+    """Returns calls that fail in various ways."""
     with strategy.scope():
         count = nnx.Variable(jnp.zeros(()))
         model = dj.Model(Linear(2, 1, rngs=nnx.Rngs(0)))
@@ -100,7 +97,9 @@ def test_the_frames_of_the_users_step_stay(s2: dj.Strategy, call: str):
 
 
 @pytest.mark.parametrize("call", ["run", "run, refused", "fit"])
-def test_a_variable_shows_all_frames(s2: dj.Strategy, call: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_environment_variable_shows_all_frames(
+    s2: dj.Strategy, call: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("DISTRIBUTE_JAX_FULL_TRACEBACK", "1")
     with pytest.raises(Exception) as raised:  # noqa: PT011
         failing(s2)[call]()
@@ -119,7 +118,7 @@ def test_the_message_of_the_library_is_the_last_line(s2: dj.Strategy):
     assert lines[-1].endswith(str(raised.value).splitlines()[-1])
 
 
-def test_the_note_of_jax_stays_at_an_error_of_the_users_step(s2: dj.Strategy):
+def test_an_error_of_the_users_step_keeps_the_note_of_jax(s2: dj.Strategy):
     with pytest.raises(TypeError) as raised:
         failing(s2)["run"]()
     assert "JAX has removed" in "".join(traceback.format_exception(raised.value))

@@ -1,4 +1,4 @@
-"""A wrong argument is refused by name, before JAX or Python says something else."""
+"""Wrong arguments are refused by name."""
 
 from __future__ import annotations
 
@@ -83,7 +83,6 @@ CALLS: dict[str, tuple[Call, str]] = {
 
 
 def f(*_: Any) -> float:
-    """A step that takes anything."""
     return 1.0
 
 
@@ -101,7 +100,6 @@ def average(weights: Any, size: Any = None) -> Any:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_wrong_argument_is_refused_by_name(s2: dj.MirroredStrategy, call: str):
-    """The message says which call, what it got and what it takes."""
     with s2.scope():
         variable = dj.Variable([1.0, 2.0, 3.0])
     with pytest.raises(dj.ArgumentError, match=CALLS[call][1]):
@@ -110,7 +108,6 @@ def test_a_wrong_argument_is_refused_by_name(s2: dj.MirroredStrategy, call: str)
 
 
 def test_local_results_of_a_distributed_value_under_a_jit_are_refused(s2: dj.MirroredStrategy):
-    """A plain value stands for itself there; what is on several devices cannot come in."""
     own = s2.run(lambda: dj.get_replica_context().replica_id_in_sync_group)
     with pytest.raises(
         dj.ContextError, match=r"experimental_local_results was called inside a func"
@@ -120,7 +117,6 @@ def test_local_results_of_a_distributed_value_under_a_jit_are_refused(s2: dj.Mir
 
 
 def test_devices_of_two_kinds_or_of_another_process_are_refused(monkeypatch: pytest.MonkeyPatch):
-    """Both messages say what there is to choose from."""
     cpu, gpu = jax.devices()[0], FakeDevice("gpu", 0)
     monkeypatch.setattr("distribute_jax.strategies._devices.find_device", lambda name: name)
     with pytest.raises(ValueError, match=r"cannot mix kinds of devices.*\['cpu', 'gpu'\]"):
@@ -133,8 +129,7 @@ def test_devices_of_two_kinds_or_of_another_process_are_refused(monkeypatch: pyt
         dj.MirroredStrategy([cpu])
 
 
-def test_no_devices_named_means_the_four_there_are(monkeypatch: pytest.MonkeyPatch):
-    """An empty list, as None, takes all local devices."""
+def test_no_devices_means_all_local_devices(monkeypatch: pytest.MonkeyPatch):
     four = jax.devices()[:4]
     monkeypatch.setattr(jax, "local_devices", lambda **_: four)
     for none in ([], None):

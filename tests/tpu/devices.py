@@ -1,4 +1,4 @@
-"""Stand-ins for the devices of TPUs, as JAX describes them."""
+"""Stand-ins for TPU devices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Chip:
-    """One core, with the attributes that JAX gives it."""
+    """One core, with the attributes of a JAX device."""
 
     id: int
     process_index: int
@@ -19,7 +19,7 @@ class Chip:
 
 
 def hosts(across: int, down: int, kind: str = "TPU v4", cores: int = 1) -> list[Chip]:
-    """A grid of hosts of 2 × 2 chips, numbered along x; the ids count chip by chip, host by host."""
+    """Returns a grid of hosts of 2 × 2 chips, numbered along x; ids count chip by chip, host by host."""
     chips: list[Chip] = []
     for host in range(across * down):
         x, y = 2 * (host % across), 2 * (host // across)
@@ -32,7 +32,7 @@ def hosts(across: int, down: int, kind: str = "TPU v4", cores: int = 1) -> list[
 
 
 def slices(count: int) -> list[Chip]:
-    """Slices of one host each: their coordinates are the same."""
+    """Returns slices of one host each, whose coordinates are equal."""
     return [
         Chip(4 * number + chip.id, number, chip.coords, slice_index=number)
         for number in range(count)

@@ -1,4 +1,4 @@
-"""The coordinates of cores, and the cores and the order of replicas, on grids of TPU hosts."""
+"""``Topology`` and ``DeviceAssignment`` on grids of TPU hosts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def neighbours(one: Any, other: Any) -> bool:
     return sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True)) <= 1
 
 
-def test_the_topology_of_a_pod_is_what_its_devices_say():
-    """Four hosts of 2 × 2 chips with two cores each, whatever the order of the devices."""
+def test_the_topology_of_a_pod():
+    """Four hosts of 2 × 2 chips with two cores each; the order of the devices does not matter."""
     devices = hosts(2, 2, "TPU v3", cores=2)
     topology = Topology(devices[::-1])
     assert (topology.mesh_shape.tolist(), topology.mesh_rank) == ([4, 4, 1, 2], 4)
@@ -40,18 +40,18 @@ def test_the_topology_of_a_pod_is_what_its_devices_say():
     ("count", "shape"),
     [(8, [2, 2, 1, 2]), (4, [2, 1, 1, 2]), (2, [1, 1, 1, 2]), (3, [1, 3, 1, 1]), (1, [1] * 4)],
 )
-def test_simulated_devices_have_the_coordinates_of_chips_of_two_cores_each(count, shape):
+def test_simulated_devices_have_the_coordinates_of_v3_chips(count, shape):
     assert Topology(jax.devices()[:count]).mesh_shape.tolist() == shape
 
 
-def test_slices_are_placed_one_after_the_other():
-    """Their coordinates repeat, so without that two devices would be at one place."""
+def test_slices_are_placed_along_x():
+    """Their coordinates repeat."""
     topology = Topology(slices(3))
     assert topology.mesh_shape.tolist() == [6, 2, 1, 1]
     assert topology.missing_devices.size == 0
 
 
-def test_devices_that_are_not_there_are_in_no_replica():
+def test_missing_devices_are_in_no_replica():
     """Two hosts at opposite corners of a square."""
     corners = [
         dataclasses.replace(c, process_index=c.process_index // 3)
@@ -86,7 +86,7 @@ def test_blocks_hold_neighbouring_cores_and_are_numbered_process_by_process(shap
     assert assignment.tpu_ordinal(count - 1, 32 // count - 1) == 7
 
 
-def test_with_a_stride_the_blocks_interleave():
+def test_blocks_with_a_stride_interleave():
     assignment = DeviceAssignment.build(
         Topology(hosts(1, 1)), [2, 1, 1, 1], [1, 1, 1, 1], num_replicas=2
     )
@@ -98,7 +98,7 @@ def test_with_a_stride_the_blocks_interleave():
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite"])
 def test_the_replicas_of_a_process_are_contiguous_neighbours(kind):
-    """JAX's order over all hosts of a 4 × 4 grid goes back and forth; that of a host does not."""
+    """JAX's order over all hosts of a 4 × 4 grid alternates between hosts."""
     devices = hosts(2, 2, kind)
     order = in_topology_order(devices[::-1])
     owners = [device.process_index for device in order]
@@ -109,15 +109,14 @@ def test_the_replicas_of_a_process_are_contiguous_neighbours(kind):
     assert steps >= (3 if kind == "TPU v5 lite" else 2)
 
 
-def test_a_host_of_eight_chips_is_a_ring():
-    """Neighbours follow each other, and the last is beside the first."""
+def test_eight_chips_of_a_host_are_ordered_as_a_ring():
     devices = [dataclasses.replace(chip, process_index=0) for chip in hosts(2, 1, "TPU v5 lite")]
     order = in_topology_order(devices)
     assert {chip.id for chip in order} == set(range(8))
     assert all(neighbours(a, b) for a, b in itertools.pairwise([*order, order[0]]))
 
 
-def test_simulated_devices_keep_the_order_of_their_numbers():
+def test_simulated_devices_keep_their_order():
     assert in_topology_order(jax.devices()[::-1]) == jax.devices()
 
 
@@ -152,14 +151,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_a_value_error_that_says_what_to_do(case: str):
+def test_wrong_arguments_are_value_errors(case: str):
     call, wanted = WRONG[case]
     with pytest.raises(ValueError, match=re.escape(wanted)):
         call()
 
 
-def test_connecting_a_cluster_of_one_process_leaves_it_as_it_is():
-    """The calls of a ported program, in their order, beside devices that are in use."""
+def test_the_start_of_a_ported_program_in_one_process():
+    """Beside devices that are in use."""
     resolver = dj.cluster_resolver.TPUClusterResolver("local")
     assert dj.experimental_connect_to_cluster(resolver) is None
     topology = dj.tpu.experimental.initialize_tpu_system(resolver)

@@ -31,7 +31,7 @@ READERS: dict[str, Callable[[dj.Variable], Any]] = {
 
 @pytest.fixture(autouse=True)
 def _threads_of_earlier_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_context, "_threads_of_steps", set())
+    monkeypatch.setattr(_context, "_step_threads", set())
 
 
 @pytest.fixture
