@@ -10,7 +10,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
-from distribute_jax.program._jaxprs import CALLS, called_body, consts_and_carries, opened
+from distribute_jax.program._jaxprs import CALLS, called_body, consts_and_carries, open_jaxpr
 
 
 class Relation(enum.Enum):
@@ -89,7 +89,7 @@ def _relation(jaxpr: Any, output: int, old: int, beside: Sequence[int] = ()) -> 
 
 
 def _run(body: Any, inputs: Sequence[Relation], dtypes: _Dtypes) -> list[Relation]:
-    jaxpr = opened(body)
+    jaxpr = open_jaxpr(body)
     env: dict[Any, Relation] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> Relation:

@@ -24,9 +24,9 @@ from distribute_jax.program._jaxprs import (
     inputs_of,
     line,
     narrowed_cond,
-    opened,
+    open_jaxpr,
     outputs_of,
-    shared,
+    shared_scalars,
     variables,
 )
 from distribute_jax.program._rows import Ids, Needs, Rows
@@ -440,7 +440,7 @@ class Update:
                 for v in needed
                 if v not in self._number and v not in constants
             ),
-            needs, tuple(shared(eqns, self.jaxpr)),
+            needs, tuple(shared_scalars(eqns, self.jaxpr)),
         )  # fmt: skip
 
 
@@ -464,7 +464,7 @@ def _flows(
         every = functools.reduce(operator.or_, operands[:offset] if bodies else operands, 0)
         env.update(dict.fromkeys(eqn.outvars, every))
         for body in bodies:
-            inner = opened(body)
+            inner = open_jaxpr(body)
             for v, bits in zip(
                 eqn.outvars, _flows(inner, operands[offset:], inner.outvars), strict=True
             ):

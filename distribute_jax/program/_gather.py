@@ -27,12 +27,12 @@ from distribute_jax.program._jaxprs import (
     Values,
     called_body,
     consts_and_carries,
+    initial_values,
     inputs_of,
     name,
-    opened,
-    run_piece,
+    open_jaxpr,
+    run_equations,
     run_with_body,
-    start,
     value_of,
     variables,
 )
@@ -159,12 +159,12 @@ class Gathering:
             if not to_scatter and not any(isinstance(x, Share) for x in operands):
                 piece.append(eqn)
                 continue
-            run_piece(jaxpr, piece, values, needed)
+            run_equations(jaxpr, piece, values, needed)
             piece = []
             args = [self._known(value_of(v, values)) for v in eqn.invars]
             outs = self._apply(jaxpr, eqn, args, needed, scattered)
             values.update(zip(eqn.outvars, outs, strict=True))
-        run_piece(jaxpr, piece, values, needed)
+        run_equations(jaxpr, piece, values, needed)
 
     def whole(self, values: Sequence[Any]) -> list[Any]:
         """Returns values of which every share is gathered."""
@@ -188,7 +188,7 @@ class Gathering:
         return self._gathered[id(value)][1] if id(value) in self._gathered else value
 
     def _body(self, body: Any, args: Sequence[Any]) -> list[Any]:
-        values, jaxpr = start(body, args), opened(body)
+        values, jaxpr = initial_values(body, args), open_jaxpr(body)
         self.run(jaxpr, jaxpr.eqns, values, jaxpr.outvars)
         return [value_of(v, values) for v in jaxpr.outvars]
 
@@ -213,7 +213,7 @@ class Gathering:
             return self._scan(eqn, args, needed, scattered)
         pairs = zip(eqn.invars, self.whole(args), strict=True)
         values = {v: x for v, x in pairs if not isinstance(v, jex_core.Literal)}
-        run_piece(jaxpr, [eqn], values, eqn.outvars)
+        run_equations(jaxpr, [eqn], values, eqn.outvars)
         return [values.get(v) for v in eqn.outvars]
 
     def _on_share(self, eqn: Any, args: Sequence[Any]) -> Share | None:
@@ -344,7 +344,7 @@ def _forwarded_inputs(eqn: Any) -> list[int | None]:
     body = eqn.params["jaxpr"] if is_scan else called_body(eqn)
     if body is None or (not is_scan and name(eqn) not in {*_INLINED, "checkpoint"}):
         return []
-    jaxpr = opened(body)
+    jaxpr = open_jaxpr(body)
     inside = _forwarded(jaxpr)
     at = {v: i for i, v in enumerate(jaxpr.invars)}
     outs = [

@@ -23,8 +23,8 @@ from distribute_jax.program._gather import Cut, Share
 from distribute_jax.program._jaxprs import (
     CALLS,
     ClosedJaxpr,
+    Override,
     Values,
-    Way,
     called_body,
     consts_and_carries,
     inputs_of,
@@ -33,12 +33,12 @@ from distribute_jax.program._jaxprs import (
     name,
     names_axis,
     outputs_of,
-    rewritten,
     run_bodies,
     run_with_body,
     value_of,
     variables,
     with_inner,
+    with_overrides,
 )
 from distribute_jax.program._lowerings import FlatStep
 from distribute_jax.program._sharded_update import (
@@ -297,19 +297,19 @@ def _numbered(program: Any, replica: jax.Array) -> Callable[..., list[Any]]:
 def _with_others(program: Any) -> Callable[..., list[Any]]:
     """Returns a program as a function of one replica under ``vmap``, which meets those of all devices."""
 
-    def way(eqn: Any) -> Way:
+    def way(eqn: Any) -> Override:
         return functools.partial(_collective, eqn) if names_axis(eqn, DATA) else None
 
     return _everywhere(program, way)
 
 
-def _everywhere(program: Any, way: Callable[[Any], Way]) -> Callable[..., list[Any]]:
+def _everywhere(program: Any, way: Callable[[Any], Override]) -> Callable[..., list[Any]]:
     """Returns a program as a function, in which some equations at any depth are run in another way."""
 
     def run(inner: Any, inputs: Sequence[Any]) -> list[Any]:
         return _everywhere(inner, way)(*inputs)
 
-    def at(eqn: Any) -> Way:
+    def at(eqn: Any) -> Override:
         if (other := way(eqn)) or not any(map(way, with_inner(eqn))):
             return other
         if name(eqn) == "checkpoint":
@@ -323,7 +323,7 @@ def _everywhere(program: Any, way: Callable[[Any], Way]) -> Callable[..., list[A
 
         return around
 
-    return rewritten(program, at)
+    return with_overrides(program, at)
 
 
 def _collective(eqn: Any, *operands: Any) -> list[Any]:

@@ -28,14 +28,14 @@ _INSTALLED = "site-packages"
 _FRAME = re.compile(r"(?P<file>.+?):(?P<line>\d+)(:\d+)? \(.*\)")
 
 
-def opened(body: Any) -> Any:
+def open_jaxpr(body: Any) -> Any:
     """Returns a jaxpr without its constants."""
     return body.jaxpr if isinstance(body, ClosedJaxpr) else body
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Returns every equation of a program, at any depth."""
-    return (inner for eqn in opened(jaxpr).eqns for inner in with_inner(eqn))
+    return (inner for eqn in open_jaxpr(jaxpr).eqns for inner in with_inner(eqn))
 
 
 def with_inner(eqn: Any) -> Iterator[Any]:
@@ -177,7 +177,7 @@ def called_body(eqn: Any) -> Any:
     keys = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee")
     params = [eqn.params.get(key) for key in keys]
     bodies = [body for body in params if isinstance(body, Jaxpr | ClosedJaxpr)]
-    is_call = len(bodies) == 1 and len(opened(bodies[0]).invars) == len(eqn.invars)
+    is_call = len(bodies) == 1 and len(open_jaxpr(bodies[0]).invars) == len(eqn.invars)
     return bodies[0] if is_call else None
 
 
@@ -187,7 +187,7 @@ def consts_and_carries(scan: Any) -> tuple[int, int]:
     JAX 0.10 gives the numbers, 0.12 trees of a private type. The shapes tell in both: only what is
     scanned, or stacked, has one dim more outside the body.
     """
-    inner = opened(scan.params["jaxpr"])
+    inner = open_jaxpr(scan.params["jaxpr"])
     scanned, stacked = (
         sum(len(x.aval.shape) != len(y.aval.shape) for x, y in zip(outer, of_body, strict=True))
         for outer, of_body in ((scan.invars, inner.invars), (scan.outvars, inner.outvars))
@@ -261,7 +261,7 @@ def value_of(atom: Any, values: Values) -> Any:
     return values[atom]
 
 
-def run_piece(
+def run_equations(
     jaxpr: jex_core.Jaxpr, eqns: Sequence[Any], values: Values, wanted: Iterable[Any]
 ) -> None:
     """Runs some equations, and adds what is wanted of their results to the values."""
@@ -275,9 +275,9 @@ def run_piece(
     values.update(zip(outs, results, strict=True))
 
 
-def start(body: Any, args: Sequence[Any]) -> Values:
+def initial_values(body: Any, args: Sequence[Any]) -> Values:
     """Returns the values that a jaxpr starts from: its constants and its inputs."""
-    inner, consts = opened(body), getattr(body, "consts", ())
+    inner, consts = open_jaxpr(body), getattr(body, "consts", ())
     return dict(zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True))
 
 
@@ -289,19 +289,19 @@ def run_with_body(eqn: Any, body: Callable[..., Any], operands: Sequence[Any]) -
     return list(eqn.primitive.bind(*closed.consts, *operands, **{**eqn.params, "jaxpr": jaxpr}))
 
 
-Way = Callable[..., Sequence[Any]] | None
+Override = Callable[..., Sequence[Any]] | None
 """What returns the results of an equation from its operands; None to run it as it is."""
 
 
-def rewritten(body: Any, way: Callable[[Any], Way]) -> Callable[..., list[Any]]:
+def with_overrides(body: Any, way: Callable[[Any], Override]) -> Callable[..., list[Any]]:
     """Returns a jaxpr as a function, in which some equations are run in another way."""
 
     def run(*args: Any) -> list[Any]:
-        jaxpr, values = opened(body), start(body, args)
+        jaxpr, values = open_jaxpr(body), initial_values(body, args)
         wanted = variables([*inputs_of(jaxpr.eqns), *jaxpr.outvars])
         for other, eqns in itertools.groupby(jaxpr.eqns, way):
             if other is None:
-                run_piece(jaxpr, list(eqns), values, wanted)
+                run_equations(jaxpr, list(eqns), values, wanted)
                 continue
             for eqn in eqns:
                 outs = other(*(value_of(v, values) for v in eqn.invars))
@@ -353,12 +353,12 @@ def narrowed_cond(eqn: Any, outs: Sequence[int]) -> Any:
     It also returns what its branches compute of ``shared`` numbers, as new variables.
     """
     bodies = eqn.params["branches"]
-    parts = [needed_only(opened(body), outs) for body in bodies]
+    parts = [needed_only(open_jaxpr(body), outs) for body in bodies]
     reads = sorted(set().union(*(reads for _, reads in parts)))
     numbers = [
         (branch, v)
         for branch, (body, (part, _)) in enumerate(zip(bodies, parts, strict=True))
-        for v in shared(part.eqns, opened(body))
+        for v in shared_scalars(part.eqns, open_jaxpr(body))
     ]
     branches = tuple(
         ClosedJaxpr(
@@ -377,7 +377,7 @@ def narrowed_cond(eqn: Any, outs: Sequence[int]) -> Any:
     )
 
 
-def shared(eqns: Sequence[Any], jaxpr: Any) -> list[Any]:
+def shared_scalars(eqns: Sequence[Any], jaxpr: Any) -> list[Any]:
     """Returns the numbers that some equations of a program compute or read, and others read too.
 
     A number with one reader XLA computes in its loop, where a power may differ in the last bit, and it
@@ -409,8 +409,8 @@ def needed_only(jaxpr: Any, outs: Sequence[int]) -> tuple[Any, set[int]]:
 def _narrowed_jit(eqn: Any, outs: Sequence[int]) -> Any:
     """As ``narrowed_cond``, of a call of a jitted function."""
     body, params = eqn.params["jaxpr"], dict(eqn.params)
-    part, needed = needed_only(opened(body), outs)
-    reads, numbers = sorted(needed), shared(part.eqns, opened(body))
+    part, needed = needed_only(open_jaxpr(body), outs)
+    reads, numbers = sorted(needed), shared_scalars(part.eqns, open_jaxpr(body))
     for key in {"donated_invars", "in_shardings", "in_layouts"} & params.keys():
         params[key] = tuple(params[key][i] for i in reads)
     for key in {"out_shardings", "out_layouts"} & params.keys():

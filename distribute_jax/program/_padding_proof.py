@@ -23,7 +23,13 @@ from jax.extend.core import Literal
 from distribute_jax._mesh import num_replicas
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._call import BoundProgram
-from distribute_jax.program._jaxprs import CALLS, called_body, consts_and_carries, is_ref, opened
+from distribute_jax.program._jaxprs import (
+    CALLS,
+    called_body,
+    consts_and_carries,
+    is_ref,
+    open_jaxpr,
+)
 from distribute_jax.program._padding_marks import (
     CLEAN,
     GaveUpError as GaveUpError,
@@ -71,7 +77,7 @@ class PaddingWalk:
         return self._done[key][2]
 
     def _run(self, body: Any, other: Any, marks: Sequence[Mark]) -> list[Mark]:
-        one, two = opened(body), opened(other)
+        one, two = open_jaxpr(body), open_jaxpr(other)
         env: dict[Any, Mark] = dict(zip(one.invars, marks, strict=True))
         consts = (getattr(closed, "consts", ()) for closed in (body, other))
         for var, a, b in zip(one.constvars, *consts, strict=True):

@@ -25,10 +25,10 @@ from distribute_jax._mesh import DATA, inside_replica, num_replicas
 from distribute_jax.program._jaxprs import (
     Values,
     equations,
+    initial_values,
     line,
     name,
-    opened,
-    start,
+    open_jaxpr,
     value_of,
     without_axis,
 )
@@ -106,11 +106,11 @@ def build_part(
     old one, the rows are new that the equations compute. What goes ``by_first`` is zero on all replicas but
     the first: where all are added up, it stays as it is.
     """
-    jaxpr = opened(body)
+    jaxpr = open_jaxpr(body)
     inputs = [*takes[0], *takes[1]]
 
     def run(*values: Any) -> list[Any]:
-        known, some = start(body, [None] * len(jaxpr.invars)), Values()
+        known, some = initial_values(body, [None] * len(jaxpr.invars)), Values()
         inputs_by_var = dict(zip((v for v, _ in inputs), values[: len(inputs)], strict=True))
         for of, plus_one in zip(ids, values[len(inputs) :], strict=True):
             of.set(plus_one)

@@ -21,7 +21,7 @@ from distribute_jax._errors import DeadlockError, OutOfSyncError
 from distribute_jax._mesh import DATA
 from distribute_jax._user_frames import log_once
 from distribute_jax.collectives._markers import mirrored_p, part_of_mean_p, unreduced_p
-from distribute_jax.program._jaxprs import ClosedJaxpr, collectives, is_ref, line, name, opened
+from distribute_jax.program._jaxprs import ClosedJaxpr, collectives, is_ref, line, name, open_jaxpr
 from distribute_jax.program._replication_rules import (
     MIRRORED,
     RULES,
@@ -107,7 +107,7 @@ class Walk:
     def _run(
         self, body: Any, marks: Sequence[Mark], control: Control
     ) -> tuple[list[Mark], list[Mark]]:
-        jaxpr = opened(body)
+        jaxpr = open_jaxpr(body)
         if jaxpr.constvars and not isinstance(body, ClosedJaxpr):
             raise ValueError("an open jaxpr has constants that are nobody's")
         env = dict(zip(jaxpr.invars, marks, strict=True))

@@ -28,11 +28,11 @@ from distribute_jax.program._jaxprs import (
     Values,
     called_body,
     has_effects,
+    initial_values,
     inputs_of,
     line,
-    opened,
-    run_piece,
-    start,
+    open_jaxpr,
+    run_equations,
     value_of,
     variables,
 )
@@ -193,7 +193,7 @@ class Needs:
         """Runs the equations: adds what is needed whole to what is ``known``, and to ``some`` the rows."""
         for way, eqns in itertools.groupby(self.eqns, self._way):
             if way == "whole":
-                run_piece(jaxpr, list(eqns), known, self.whole)
+                run_equations(jaxpr, list(eqns), known, self.whole)
                 continue
             for eqn in eqns if way else ():
                 outs = _run(eqn, self, known, some)
@@ -218,8 +218,10 @@ def _operands(eqn: Any, rows: Rows | Ids) -> list[Any] | None:
     kind, params = eqn.primitive.name, eqn.params
     shapes: list[Any] = [getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)]
     if kind in CALLS and (body := called_body(eqn)) is not None:
-        needs = _in_body(opened(body), rows)
-        return [None if v in needs.whole else needs.rows.get(v, ()) for v in opened(body).invars]
+        needs = _in_body(open_jaxpr(body), rows)
+        return [
+            None if v in needs.whole else needs.rows.get(v, ()) for v in open_jaxpr(body).invars
+        ]
     if len(eqn.outvars) > 1 or not shapes[-1]:
         return None
     if kind in SUMS:
@@ -276,8 +278,9 @@ def _run(eqn: Any, needs: Needs, known: Values, some: Values) -> list[Any]:
     ]
     if eqn.primitive.name in CALLS:
         body = called_body(eqn)
-        inner = opened(body)
-        inside, of_rows = start(body, operands), dict(zip(inner.invars, operands, strict=True))
+        inner = open_jaxpr(body)
+        inside = initial_values(body, operands)
+        of_rows = dict(zip(inner.invars, operands, strict=True))
         of_rows = {v: of_rows[v] for v, of in zip(inner.invars, ways, strict=True) if of}
         of_body = _in_body(inner, rows)
         of_body.run(inner, inside, of_rows)
@@ -431,7 +434,7 @@ def unchanged(
             for v in eqn.invars
         ]
         if body is not None:
-            inner = opened(body)
+            inner = open_jaxpr(body)
             inside = unchanged(inner.eqns, dict(zip(inner.invars, operands, strict=True)))
             outs = [
                 None if isinstance(v, jex_core.Literal) else inside.get(v) for v in inner.outvars

@@ -33,19 +33,19 @@ from distribute_jax._mesh import (
 )
 from distribute_jax.program._gather import Cut, Gathering, Share, without_forwarding
 from distribute_jax.program._jaxprs import (
+    Override,
     Values,
-    Way,
     collectives,
     has_effects,
+    initial_values,
     inputs_of,
     is_jit_of_collectives,
     outputs_of,
-    rewritten,
-    run_piece,
-    start,
+    run_equations,
     value_of,
     variables,
     with_inner,
+    with_overrides,
 )
 from distribute_jax.program._lowerings import Compiled, FlatStep, compile_for_mesh
 from distribute_jax.program._placement import share_sharding, share_spec
@@ -145,9 +145,9 @@ def traced(step: FlatStep, opens: Callable[[Any], bool] = lambda eqn: False) -> 
     In the place of ``jit``s around collectives, and of those that it ``opens``, is what they run.
     """
 
-    def way(eqn: Any) -> Way:
+    def way(eqn: Any) -> Override:
         is_opened = is_jit_of_collectives(eqn) or opens(eqn)
-        return rewritten(eqn.params["jaxpr"], way) if is_opened else None
+        return with_overrides(eqn.params["jaxpr"], way) if is_opened else None
 
     replicas = num_replicas(step.mesh)
     shares = [
@@ -157,7 +157,7 @@ def traced(step: FlatStep, opens: Callable[[Any], bool] = lambda eqn: False) -> 
     with jax.sharding.use_abstract_mesh(inside_replica(step.mesh)):
         body = jax.make_jaxpr(step.function, axis_env=[(DATA, replicas)])(*shares)
         if any(map(way, body.jaxpr.eqns)):
-            body = jax.make_jaxpr(rewritten(body, way), axis_env=[(DATA, replicas)])(*shares)
+            body = jax.make_jaxpr(with_overrides(body, way), axis_env=[(DATA, replicas)])(*shares)
     return without_forwarding(body)
 
 
@@ -332,7 +332,7 @@ class SplitStep:
         """Returns the values that the first half starts from, of the inputs that it reads."""
         read: dict[int, Any] = dict(zip(self.reads, inputs, strict=True))
         read.update((i, Share(read[i], cut)) for i, cut in self._shares.items() if i in read)
-        return start(self.body, [read.get(i) for i in range(len(self.jaxpr.invars))])
+        return initial_values(self.body, [read.get(i) for i in range(len(self.jaxpr.invars))])
 
     def gathering(self) -> Gathering:
         """Returns what runs equations that read shares."""
@@ -371,7 +371,7 @@ class SplitStep:
         self, inputs: Sequence[Any], handed: Sequence[Any], settle: Mapping[int, Settle]
     ) -> list[Any]:
         """Runs the second half on all inputs and what the first half returned, as global arrays."""
-        values = start(self.body, inputs)
+        values = initial_values(self.body, inputs)
         flow = iter(handed)
         values.update((v, next(flow)) for v in self.passed)
         inner = {
@@ -388,7 +388,7 @@ class SplitStep:
             self._rest, lambda eqn: id(eqn) in self._branches
         ):
             if not has_branches:
-                run_piece(self.jaxpr, list(eqns), values, wanted)
+                run_equations(self.jaxpr, list(eqns), values, wanted)
                 continue
             for eqn in eqns:
                 # In the branch, so that what is left as it is costs nothing.

@@ -39,7 +39,7 @@ from distribute_jax.program._binding import (
 )
 from distribute_jax.program._capture import is_library
 from distribute_jax.program._dataflow import is_unchanged
-from distribute_jax.program._jaxprs import ClosedJaxpr, RenamedAxis, bodies, opened
+from distribute_jax.program._jaxprs import ClosedJaxpr, RenamedAxis, bodies, open_jaxpr
 from distribute_jax.program._random import per_replica_keys
 from distribute_jax.program._replica_context import ReplicaContext
 from distribute_jax.program._results import Results, sort_results
@@ -366,7 +366,7 @@ def _raw(variable: Any, value: Any) -> Any:
 def constants(jaxpr: ClosedJaxpr) -> Iterator[Any]:
     """Returns every array that is built into a program, at any depth."""
     yield from getattr(jaxpr, "consts", ())
-    for eqn in opened(jaxpr).eqns:
+    for eqn in open_jaxpr(jaxpr).eqns:
         for body in bodies(eqn.params.values()):
             yield from constants(body)
         for atom in eqn.invars:

@@ -18,7 +18,7 @@ import numpy as np
 from distribute_jax._mesh import put
 from distribute_jax._messages import is_key
 from distribute_jax.program._call import BoundProgram
-from distribute_jax.program._jaxprs import CALLS, ClosedJaxpr, bodies, opened, run_bodies
+from distribute_jax.program._jaxprs import CALLS, ClosedJaxpr, bodies, open_jaxpr, run_bodies
 from distribute_jax.program._lowerings import compile_shard_map, flat_step
 from distribute_jax.program._trace import Call
 
@@ -112,7 +112,7 @@ def _inexact(x: Any) -> Any:
 
 def evaluated(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr, closed or open, with every floating number in float64."""
-    consts, jaxpr = getattr(jaxpr, "consts", ()), opened(jaxpr)
+    consts, jaxpr = getattr(jaxpr, "consts", ()), open_jaxpr(jaxpr)
     values = dict(zip(jaxpr.constvars, map(_widened, consts), strict=True))
     values |= dict(zip(jaxpr.invars, map(_widened, inputs), strict=True))
 
