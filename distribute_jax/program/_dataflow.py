@@ -1,4 +1,4 @@
-"""How a value of a traced step depends on the old value of a variable: unchanged, added to, or otherwise."""
+"""Dataflow from a variable's old value: is an output that value, that value plus something, or other?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distribute_jax.program._jaxprs import CALLS, called_body, consts_and_carrie
 
 
 class Relation(enum.Enum):
-    """What a value has to do with the old value of a variable."""
+    """How a value depends on the old value of a variable."""
 
     NONE = "does not depend on it"
     SAME = "it itself, or the replica's key of it"
@@ -27,50 +27,48 @@ _NONE, _SAME, _PLUS, _OTHER = Relation
 FOLD = "fold_replica_id"
 """The name of the jitted function that makes each replica's key of a stored one."""
 
-_KEEPING = frozenset(
+_IDENTITIES = frozenset(
     {"copy", "mirrored", "name", "optimization_barrier", "part_of_mean", "stop_gradient"}
 )
-"""Operations that return their operands."""
-
-_NEW_DIMS = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
-"""Operations that keep a number's place if they only add or drop dims of size 1."""
+_RESHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
+"""They keep every number in its place if they only add or drop dims of size 1."""
 
 
 class _Dtypes(NamedTuple):
-    """The dtypes that a variable has before the step and after it."""
+    """The dtypes of a variable before and after the step."""
 
     old: Any
     new: Any
 
-    def keep(self, before: Any, after: Any) -> bool:
-        """Whether a cast leaves ``old plus something`` what it is, but for the rounding of a sum.
+    def allow_cast(self, before: Any, after: Any) -> bool:
+        """True if "old plus something" is still that after a cast, except for the rounding of a sum.
 
-        On its way the old value may lose no more than in a cast straight to the new dtype, which is
-        what the old value is cast to before it is subtracted.
+        The increment is found by subtracting the old value, cast to the new dtype. So no cast on the
+        way may lose more of the old value than that one does.
         """
         if jnp.issubdtype(before, jnp.inexact) and not jnp.issubdtype(after, jnp.inexact):
-            return False  # Rounding to integers: the parts of a sum are rounded one by one.
+            return False  # Each replica's term would be rounded to an integer by itself.
         if jnp.issubdtype(after, jnp.bool_):
             return bool(before == after)
         return bool(after == self.new or np.can_cast(self.old, after))
 
 
 def relation(jaxpr: jex_core.Jaxpr, output: int, old: int, beside: Sequence[int] = ()) -> Relation:
-    """Returns what an output of a program has to do with the input ``old`` that holds its old value.
+    """Returns how an output depends on the input ``old``, which holds its old value.
 
-    ``beside`` are the inputs with the other parts of the same variable, which are not to come in.
+    ``beside`` are the inputs with other parts of the same variable, which must not contribute.
     """
     result = _relation(jaxpr, output, old, beside)
     return _PLUS if result is _SAME else result
 
 
 def is_unchanged(jaxpr: jex_core.Jaxpr, output: int, old: int) -> bool:
-    """Whether an output is an input, or the replica's key of it, on every path; False where unsure."""
+    """True if an output is an input, or the replica's key of it, on every path; False if unsure."""
     return _relation(jaxpr, output, old) is _SAME
 
 
 def is_sum_of_old(jaxpr: jex_core.Jaxpr, output: int, old: int) -> bool:
-    """Whether an output is a sum over the replicas of its old value plus something."""
+    """True if an output is a sum over the replicas of its old value plus something."""
     var: Any = jaxpr.outvars[output]
     eqn = next((eqn for eqn in jaxpr.eqns if any(out is var for out in eqn.outvars)), None)
     if eqn is None or eqn.primitive.name != "psum":
@@ -104,16 +102,16 @@ def _run(body: Any, inputs: Sequence[Relation], dtypes: _Dtypes) -> list[Relatio
 def _equation(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Relation]:
     if all(r is _NONE for r in operands):
         return [_NONE] * len(eqn.outvars)
-    outs = _passed_on(eqn, operands, dtypes)
+    outs = _structural(eqn, operands, dtypes)
     if outs is None:
         outs = [_PLUS if _is_plus(eqn, operands, dtypes) else _OTHER]
     return outs if len(outs) == len(eqn.outvars) else [_OTHER] * len(eqn.outvars)
 
 
-def _passed_on(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Relation] | None:
-    """Returns what comes out of an equation that passes values on; None for one that computes."""
+def _structural(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Relation] | None:
+    """Returns the relations after an identity, call, branch or loop; None for other equations."""
     name = eqn.primitive.name
-    if name in _KEEPING:
+    if name in _IDENTITIES:
         return operands
     if eqn.params.get("name") == FOLD:
         return [_SAME if _SAME in operands else _OTHER]
@@ -127,7 +125,7 @@ def _passed_on(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Rela
 
 
 def _joined(*relations: Relation) -> Relation:
-    """Returns what a value is that is one of several."""
+    """Returns the relation of a value that is one of several."""
     kinds = set(relations)
     if len(kinds) == 1:
         return relations[0]
@@ -139,8 +137,8 @@ def _is_plus(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> bool:
     plus = [r in (_SAME, _PLUS) for r in operands]
     none = [r is _NONE for r in operands]
     if name == "convert_element_type":
-        return plus[0] and dtypes.keep(eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype)
-    if name in _NEW_DIMS:
+        return plus[0] and dtypes.allow_cast(eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype)
+    if name in _RESHAPES:
         return plus == [True] and _keeps_places(eqn)
     if name in ("add", "add_any"):
         return any(plus) and any(none)
@@ -150,15 +148,15 @@ def _is_plus(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> bool:
 
 
 def _keeps_places(eqn: Any) -> bool:
-    """Returns whether the dims above size 1 stay the same, in the same order."""
+    """True if the dims above size 1 stay the same, in the same order."""
     if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
-        return False  # A transpose and a reshape in one.
+        return False  # it transposes as well
     old, new = ([n for n in var.aval.shape if n != 1] for var in (eqn.invars[0], eqn.outvars[0]))
     return old == new
 
 
 def _scan(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Relation] | None:
-    """A carry is what every round leaves; what a round makes of a scanned slice is stacked in its place."""
+    """Iterates the carries to a fixed point; a stacked output is related to the slices at its own index."""
     body = eqn.params["jaxpr"]
     start, num_carry = consts_and_carries(eqn)
     if start < 0:
@@ -166,17 +164,17 @@ def _scan(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Relation]
     consts, scanned = operands[:start], operands[start + num_carry :]
     carries = operands[start : start + num_carry]
     while True:
-        outs = _run(body, [*consts, *carries, *map(_other, scanned)], dtypes)
+        outs = _run(body, [*consts, *carries, *map(_moved, scanned)], dtypes)
         grown = [_joined(*each) for each in zip(carries, outs, strict=False)]
         if grown == carries:
             break
         carries = grown
-    stacked = list(map(_other, outs[num_carry:]))
+    stacked = list(map(_moved, outs[num_carry:]))
     if any(r is not _NONE for r in scanned):
-        stacked = _run(body, [*map(_other, consts + carries), *scanned], dtypes)[num_carry:]
+        stacked = _run(body, [*map(_moved, consts + carries), *scanned], dtypes)[num_carry:]
     return carries + stacked
 
 
-def _other(relation: Relation) -> Relation:
-    """Returns what a value is in another place than that of the old value."""
+def _moved(relation: Relation) -> Relation:
+    """Returns the relation of a value that is not in the old value's place."""
     return _NONE if relation is _NONE else _OTHER

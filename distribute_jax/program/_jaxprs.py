@@ -1,4 +1,4 @@
-"""Jaxprs: their equations at any depth, the bodies that they call, the user's lines; and running a piece."""
+"""Reads jaxprs (equations, nested bodies, user lines), and evaluates, prunes and rewrites them."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _FRAME = re.compile(r"(?P<file>.+?):(?P<line>\d+)(:\d+)? \(.*\)")
 
 
 def open_jaxpr(body: Any) -> Any:
-    """Returns a jaxpr without its constants."""
+    """Returns the jaxpr of a closed one; an open jaxpr is returned as it is."""
     return body.jaxpr if isinstance(body, ClosedJaxpr) else body
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Returns every equation of a program, at any depth."""
+    """Returns every equation of a jaxpr, at any depth."""
     return (inner for eqn in open_jaxpr(jaxpr).eqns for inner in with_inner(eqn))
 
 
 def with_inner(eqn: Any) -> Iterator[Any]:
-    """Returns an equation, and every one in the programs that it holds."""
+    """Yields an equation, and every equation of the jaxprs in its parameters."""
     yield eqn
     for body in bodies(eqn.params.values()):
         yield from equations(body)
@@ -49,9 +49,9 @@ _SIMPLE = frozenset({bool, int, float, str, type(None)})
 
 
 def bodies(parameters: Iterable[Any]) -> Iterator[Any]:
-    """Returns the programs in the parameters of an equation, however deep."""
+    """Yields the jaxprs in the parameters of an equation, also in containers and dataclasses."""
     for value in parameters:
-        if type(value) in _SIMPLE:  # as most are
+        if type(value) in _SIMPLE:  # most parameters, and the tests below are slow
             continue
         if isinstance(value, (Jaxpr, ClosedJaxpr)):
             yield value
@@ -64,9 +64,9 @@ def bodies(parameters: Iterable[Any]) -> Iterator[Any]:
 
 
 def collectives(eqn: Any, axis: str) -> Iterator[Any]:
-    """Returns the collectives over an axis in and below an equation."""
-    named = (inner for inner in with_inner(eqn) if names_axis(inner, axis))
-    return (inner for inner in named if inner.primitive.name != "axis_index")
+    """Yields the collectives over an axis, of the equation itself and of its bodies."""
+    inner = (e for e in with_inner(eqn) if e.primitive.name != "axis_index")
+    return (e for e in inner if names_axis(e, axis))
 
 
 CALLS = (
@@ -74,22 +74,21 @@ CALLS = (
     *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call"),
     *("linear_call", "composite", "compute_on", "xla_metadata_call", "cross_device_sum"),
 )
-"""The primitives that run one body once, on their operands; a checkpoint by JAX's name and by the user's."""
-
+"""The primitives that run one body once, on their operands; checkpoint under both of its names."""
 
 _AXES = ("axes", "axis_name")
-"""The parameters in which JAX's collectives name axes."""
+"""The parameters in which collectives name axes."""
 
 
 class RenamedAxis:
-    """Renames the user's axis in every collective to that of the mesh; equal jaxprs inside stay one."""
+    """Renames an axis in every collective; a jaxpr that is shared stays shared."""
 
     def __init__(self, old: str, new: str) -> None:
         self._old, self._new = old, new
         self._known: dict[int, tuple[Any, Any]] = {}
 
     def closed(self, closed: Any) -> Any:
-        """Returns a program with the other name."""
+        """Returns a closed jaxpr with the new name."""
         return closed.replace(jaxpr=self._jaxpr(closed.jaxpr))
 
     def _jaxpr(self, jaxpr: Any) -> Any:
@@ -97,11 +96,11 @@ class RenamedAxis:
             new = jaxpr.replace(
                 eqns=[self.equation(eqn) for eqn in jaxpr.eqns], effects=self.effects(jaxpr)
             )
-            self._known[id(jaxpr)] = jaxpr, new  # held, so that its id stays its own
+            self._known[id(jaxpr)] = jaxpr, new  # the reference keeps the id from being reused
         return self._known[id(jaxpr)][1]
 
     def equation(self, eqn: Any) -> Any:
-        """Returns an equation with the other name, also in the programs that it holds."""
+        """Returns an equation with the new name, in its bodies too."""
         params = {
             key: jax.tree.map(self._axis if key in _AXES else self._inner, value)
             for key, value in eqn.params.items()
@@ -109,7 +108,7 @@ class RenamedAxis:
         return eqn.replace(params=params, effects=self.effects(eqn))
 
     def effects(self, of: Any) -> Any:
-        """Returns the effects of an equation or program with the other name."""
+        """Returns the effects of an equation or jaxpr with the new name."""
         return {
             type(e)(self._new) if getattr(e, "name", None) == self._old else e for e in of.effects
         }
@@ -124,25 +123,28 @@ class RenamedAxis:
 
 
 def names_axis(eqn: Any, axis: str) -> bool:
-    """Returns whether an equation itself speaks of an axis."""
+    """True if the parameters of the equation itself name the axis."""
     named = [eqn.params.get(key) for key in _AXES]
     return any(axis == n or (isinstance(n, tuple | frozenset) and axis in n) for n in named)
 
 
 def without_axis(body: Any) -> Any:
-    """Returns the program of the only replica as one that does not name the axis of the replicas."""
+    """Returns the program of a single replica without the axis of the replicas."""
     return _WithoutAxis().closed(body)
 
 
 class _WithoutAxis(RenamedAxis):
-    """Removes an axis of size 1. Only the collectives go through ``vmap``, not what it cannot batch."""
+    """Removes an axis of size 1.
+
+    Only the collectives are traced under ``vmap``, since the step may hold what it cannot batch.
+    """
 
     def __init__(self) -> None:
         super().__init__(DATA, "")
         self._calls: dict[str, Any] = {}
 
     def equation(self, eqn: Any) -> Any:
-        """Returns what a collective over the axis computes as one equation that does not name it."""
+        """Replaces a collective by a jit of what it computes on one replica."""
         if not names_axis(eqn, DATA):
             return super().equation(eqn)
         inputs = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
@@ -154,26 +156,26 @@ class _WithoutAxis(RenamedAxis):
         return self._calls[key].replace(invars=eqn.invars, outvars=eqn.outvars, source_info=where)
 
     def effects(self, of: Any) -> Any:
-        """Leaves out the effect of naming it."""
+        """Drops the effect of naming the axis."""
         return {e for e in of.effects if getattr(e, "name", None) != DATA}
 
 
 def _over_one(eqn: Any, *values: jax.Array) -> Any:
-    if eqn.params.get("perm") == ():  # a shift to the next replica, of which vmap wants one
+    if eqn.params.get("perm") == ():  # a ppermute to nobody, which vmap refuses
         return list(map(jnp.zeros_like, values))
     groups = {"axis_index_groups": None} if "axis_index_groups" in eqn.params else {}
 
     def bound(_: Any, *values: jax.Array) -> Any:
         return eqn.primitive.bind(*values, **{**eqn.params, **groups})
 
-    # All is batched: JAX's all_to_all of what is not has another shape (JAX 0.10.2).
+    # Every operand is batched: all_to_all of an unbatched one has another shape (JAX 0.10.2).
     outs = jax.vmap(bound, axis_name=DATA)(jnp.zeros(1), *(x[None] for x in values))
-    # As where there are several replicas, XLA fuses nothing across it: the bits are theirs.
+    # XLA fuses nothing across a collective of several replicas; the barrier keeps the bits equal.
     return jax.lax.optimization_barrier(jax.tree.map(lambda x: x[0], outs))
 
 
 def called_body(eqn: Any) -> Any:
-    """Returns the body that an equation runs on its operands; None for a form that is not known."""
+    """Returns the body that an equation runs on its operands; None if the form is unknown."""
     keys = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee")
     params = [eqn.params.get(key) for key in keys]
     bodies = [body for body in params if isinstance(body, Jaxpr | ClosedJaxpr)]
@@ -182,10 +184,10 @@ def called_body(eqn: Any) -> Any:
 
 
 def consts_and_carries(scan: Any) -> tuple[int, int]:
-    """Returns how many operands of a scan are constants of its loop, and how many are carries.
+    """Returns how many operands of a scan are constants, and how many are carries.
 
-    JAX 0.10 gives the numbers, 0.12 trees of a private type. The shapes tell in both: only what is
-    scanned, or stacked, has one dim more outside the body.
+    JAX 0.10 has these numbers as parameters, 0.12 has trees of a private type. Shapes work for both:
+    only what is scanned or stacked has one more dim outside the body.
     """
     inner = open_jaxpr(scan.params["jaxpr"])
     scanned, stacked = (
@@ -197,30 +199,30 @@ def consts_and_carries(scan: Any) -> tuple[int, int]:
 
 
 def has_effects(program: Any) -> bool:
-    """Returns whether a program, or an equation, does more than compute its results."""
+    """True if a jaxpr or an equation does more than compute its results."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in program.effects)
 
 
 def is_ref(var: Any) -> bool:
-    """Returns whether a variable of a jaxpr is a reference to memory that can be written."""
+    """True if a variable of a jaxpr is a mutable reference."""
     return type(var.aval).__name__ == "AbstractRef" or bool(getattr(var.aval, "has_qdd", False))
 
 
 def name(eqn: Any) -> str:
-    """Returns the name of the equation's primitive, as users know it."""
+    """Returns the primitive's name as users know it."""
     primitive: str = eqn.primitive.name
     return "checkpoint" if primitive == "remat2" else primitive
 
 
 def line(eqn: Any, *, full_path: bool = False) -> str:
-    """Returns the user's line that made the equation, as ``file:line``; else that of another library."""
+    """Returns the user's line that made the equation, as ``file:line``; else one of another library."""
     known = user_line(eqn, full_path=full_path) or str(eqn.source_info.name_stack)
     others = (frame for frame in _frames(eqn) if not frame.startswith((_PACKAGE, "<frozen")))
     return known or next(others, "an unknown line").rpartition(_INSTALLED)[2].lstrip("/\\")
 
 
 def user_line(eqn: Any, *, full_path: bool = False) -> str | None:
-    """Returns that line, or None for an equation of a function that a library itself has traced."""
+    """Returns the user's line, or None if a library traced the function by itself."""
     for frame in _frames(eqn):
         if not frame.startswith((_PACKAGE, "<frozen")) and _INSTALLED not in frame:
             return frame if full_path else Path(frame).name
@@ -228,33 +230,33 @@ def user_line(eqn: Any, *, full_path: bool = False) -> str | None:
 
 
 def _frames(eqn: Any) -> Iterator[str]:
-    """Yields the lines on whose behalf JAX made an equation, the outermost first."""
+    """Returns the traceback of an equation as ``file:line``, outermost first."""
     frames = source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()
     matches = filter(None, map(_FRAME.fullmatch, reversed(frames)))
     return (f"{match['file']}:{match['line']}" for match in matches)
 
 
 Values = dict[Any, Any]
-"""What the variables of a jaxpr stand for."""
+"""The values of the variables of a jaxpr."""
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Returns the variables among operands or results, each once."""
+    """Returns the variables among atoms, each once."""
     return list(dict.fromkeys(v for v in atoms if not isinstance(v, jex_core.Literal)))
 
 
 def inputs_of(eqns: Iterable[Any]) -> list[Any]:
-    """Returns what some equations read."""
+    """Returns the operands of equations, in order."""
     return [v for eqn in eqns for v in eqn.invars]
 
 
 def outputs_of(eqns: Iterable[Any]) -> set[Any]:
-    """Returns the variables that some equations compute."""
+    """Returns the variables that equations compute."""
     return {v for eqn in eqns for v in eqn.outvars}
 
 
 def value_of(atom: Any, values: Values) -> Any:
-    """Returns what an operand stands for."""
+    """Returns the value of an operand."""
     if isinstance(atom, jex_core.Literal):
         literal: Any = atom
         return jnp.asarray(literal.val, literal.aval.dtype)
@@ -264,7 +266,7 @@ def value_of(atom: Any, values: Values) -> Any:
 def run_equations(
     jaxpr: jex_core.Jaxpr, eqns: Sequence[Any], values: Values, wanted: Iterable[Any]
 ) -> None:
-    """Runs some equations, and adds what is wanted of their results to the values."""
+    """Runs some equations of a jaxpr, and adds their ``wanted`` results to ``values``."""
     computed = outputs_of(eqns)
     outs = [v for v in variables(wanted) if v in computed]
     if not outs and not any(eqn.effects for eqn in eqns):
@@ -276,13 +278,13 @@ def run_equations(
 
 
 def initial_values(body: Any, args: Sequence[Any]) -> Values:
-    """Returns the values that a jaxpr starts from: its constants and its inputs."""
+    """Returns the values of a jaxpr's constants and inputs."""
     inner, consts = open_jaxpr(body), getattr(body, "consts", ())
     return dict(zip([*inner.constvars, *inner.invars], [*consts, *args], strict=True))
 
 
 def run_with_body(eqn: Any, body: Callable[..., Any], operands: Sequence[Any]) -> list[Any]:
-    """Runs an equation of one body, such as ``jax.checkpoint``, with a function in place of that body."""
+    """Runs an equation of one body, such as ``jax.checkpoint``, with another function as its body."""
     closed = jax.make_jaxpr(body)(*operands)
     jaxpr = closed.jaxpr
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
@@ -290,21 +292,21 @@ def run_with_body(eqn: Any, body: Callable[..., Any], operands: Sequence[Any]) -
 
 
 Override = Callable[..., Sequence[Any]] | None
-"""What returns the results of an equation from its operands; None to run it as it is."""
+"""Computes the results of an equation from its operands; None to run the equation itself."""
 
 
-def with_overrides(body: Any, way: Callable[[Any], Override]) -> Callable[..., list[Any]]:
-    """Returns a jaxpr as a function, in which some equations are run in another way."""
+def with_overrides(body: Any, override_of: Callable[[Any], Override]) -> Callable[..., list[Any]]:
+    """Returns a jaxpr as a function in which some equations are replaced."""
 
     def run(*args: Any) -> list[Any]:
         jaxpr, values = open_jaxpr(body), initial_values(body, args)
         wanted = variables([*inputs_of(jaxpr.eqns), *jaxpr.outvars])
-        for other, eqns in itertools.groupby(jaxpr.eqns, way):
-            if other is None:
+        for override, eqns in itertools.groupby(jaxpr.eqns, override_of):
+            if override is None:
                 run_equations(jaxpr, list(eqns), values, wanted)
                 continue
             for eqn in eqns:
-                outs = other(*(value_of(v, values) for v in eqn.invars))
+                outs = override(*(value_of(v, values) for v in eqn.invars))
                 values.update(zip(eqn.outvars, outs, strict=True))
         return [value_of(v, values) for v in jaxpr.outvars]
 
@@ -314,18 +316,18 @@ def with_overrides(body: Any, way: Callable[[Any], Override]) -> Callable[..., l
 def run_bodies(
     eqn: Any, run: Callable[[Any, Sequence[Any]], list[Any]], operands: Sequence[Any]
 ) -> list[Any] | None:
-    """Runs a loop, condition or call, whose programs ``run`` takes with their inputs; None for another."""
+    """Runs a scan, while, cond or call with ``run(body, inputs)`` for each body; None for others."""
     kind, params, values = eqn.primitive.name, eqn.params, list(operands)
     if kind == "scan":
         consts, carries = consts_and_carries(eqn)
         first = consts + carries
 
-        def one(carry: Any, xs: Any) -> Any:
+        def iteration(carry: Any, xs: Any) -> Any:
             outs = run(params["jaxpr"], [*values[:consts], *carry, *xs])
             return outs[:carries], outs[carries:]
 
         loop = {key: params[key] for key in ("reverse", "length", "unroll")}
-        carry, ys = jax.lax.scan(one, values[consts:first], values[first:], **loop)
+        carry, ys = jax.lax.scan(iteration, values[consts:first], values[first:], **loop)
         return [*carry, *ys]
     if kind == "while":
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
@@ -343,14 +345,14 @@ def run_bodies(
 
 
 def is_jit_of_collectives(eqn: Any) -> bool:
-    """Returns whether an equation calls a jitted function in which replicas meet."""
+    """True if an equation calls a jitted function that has a collective over the replicas."""
     return name(eqn) == "jit" and any(names_axis(e, DATA) for e in with_inner(eqn))
 
 
 def narrowed_cond(eqn: Any, outs: Sequence[int]) -> Any:
-    """Returns a condition that computes some of its results, and reads only what these need.
+    """Returns a cond that computes only some of its outputs, and reads only what they need.
 
-    It also returns what its branches compute of ``shared`` numbers, as new variables.
+    The ``shared_scalars`` of its branches are added as outputs.
     """
     bodies = eqn.params["branches"]
     parts = [needed_only(open_jaxpr(body), outs) for body in bodies]
@@ -378,10 +380,10 @@ def narrowed_cond(eqn: Any, outs: Sequence[int]) -> Any:
 
 
 def shared_scalars(eqns: Sequence[Any], jaxpr: Any) -> list[Any]:
-    """Returns the numbers that some equations of a program compute or read, and others read too.
+    """Returns the scalars that some equations of a jaxpr compute or read, and other equations read too.
 
-    A number with one reader XLA computes in its loop, where a power may differ in the last bit, and it
-    divides by the number in another way. So a part of a program returns them, although nobody reads them.
+    XLA fuses a scalar that has one reader into its loop, where a power or a division may differ in the
+    last bit. So a part of a program returns these scalars, although nobody uses them.
     """
     here, all_ = (Counter(v for e in of for v in variables(e.invars)) for of in (eqns, jaxpr.eqns))
     computed = outputs_of(jaxpr.eqns)
@@ -394,7 +396,7 @@ def _zero(v: Any) -> Any:
 
 
 def needed_only(jaxpr: Any, outs: Sequence[int]) -> tuple[Any, set[int]]:
-    """Returns a program with some of its outputs, and the inputs that these need."""
+    """Returns a jaxpr with only some outputs, without dead code, and which inputs it still needs."""
     atoms = [jaxpr.outvars[i] for i in outs]
     needed, eqns = set(variables(atoms)), []
     for eqn in reversed(jaxpr.eqns):
@@ -407,7 +409,7 @@ def needed_only(jaxpr: Any, outs: Sequence[int]) -> tuple[Any, set[int]]:
 
 
 def _narrowed_jit(eqn: Any, outs: Sequence[int]) -> Any:
-    """As ``narrowed_cond``, of a call of a jitted function."""
+    """Does for a call of a jitted function what ``narrowed_cond`` does for a cond."""
     body, params = eqn.params["jaxpr"], dict(eqn.params)
     part, needed = needed_only(open_jaxpr(body), outs)
     reads, numbers = sorted(needed), shared_scalars(part.eqns, open_jaxpr(body))

@@ -1,11 +1,11 @@
-"""The proof: which values of a traced step are the same on every replica.
+"""The proof of sync: which values of a traced step are equal on all replicas.
 
-A pass over the equations of the jaxpr, in order, gives each value a mark: empty if the value is
-proved mirrored, else the sources that may make it differ, in words. Whatever the pass does not
-know counts as a source, so a missing rule gives a false alarm and never a false proof.
+An abstract interpreter of the jaxpr gives each value a mark: empty if the value is proved mirrored,
+else the sources that may make it differ, in words. What it does not know counts as a source, so a
+missing rule gives a false alarm and never a false proof.
 
-Mirrored means bitwise equal, provided that a device gives the same result for the same operands
-each time. XLA on GPUs breaks that for scatter-add unless ``--xla_gpu_deterministic_ops`` is set.
+Mirrored means bitwise equal, provided that a device computes the same result from the same operands
+every time. XLA on GPUs does not for scatter-add, unless ``--xla_gpu_deterministic_ops`` is set.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from distribute_jax.program._replication_rules import (
     Outcome,
     call,
     cond,
+    mixed,
     scan,
     union,
     while_loop,
@@ -40,23 +41,21 @@ DEADLOCK = """\
   the collective: {collective} at {where}
   decided by: {what}
   which may differ between replicas, because it depends on: {sources}
-Every replica must run the same collectives equally often and in the same order; one that leaves \
-one out keeps the others waiting for ever.
+Every replica must run the same collectives, equally often and in the same order; if one skips a \
+collective, the others wait forever.
 Reduce the predicate first, so that all replicas decide the same:
     dj.get_replica_context().all_reduce('sum', jnp.int32(pred)) > 0
 or move the collective out of the branch or loop."""
 
 REDUCED = """\
-dj.Optimizer.update at {where} got gradients that are equal on every replica already, and would sum \
-them: {replicas} times too large.
+dj.Optimizer.update at {where} got gradients that are already equal on every replica; their sum would \
+be {replicas} times too large.
 If they were combined before, pass update(model, grads, skip_gradients_aggregation=True). Otherwise \
 they do not depend on the batch: pass the batch in args, from strategy.distribute_dataset."""
 
-
 _ZEROS = (
     "dj.Optimizer.update at %s gets gradients that are all zero: the loss does not depend on the variables "
-    "by which it is differentiated. In the loss function call its argument, not the model that is defined "
-    "outside."
+    "that it is differentiated by. In the loss function use its argument, not the model of the outer scope."
 )
 
 
@@ -64,17 +63,17 @@ class Proof(NamedTuple):
     """What is known of a per-replica program."""
 
     marks: list[Mark]
-    """Of each output: empty if it is the same on every replica."""
+    """For each output why it may differ, as ``axis_index at train.py:12``; empty if it is proved mirrored."""
     diverging: tuple[str, ...]
-    """What may send replicas through different branches, or through a loop differently often."""
+    """Branches and loops that replicas may run differently, as ``the trip count of while at train.py:15``."""
 
 
 def prove(jaxpr: Any, in_marks: Sequence[Mark], *, axis_size: int) -> Proof:
-    """Finds which outputs of a per-replica program are the same on every replica.
+    """Proves which outputs of a per-replica program are mirrored, given the marks of its inputs.
 
-    ``in_marks`` says for each input why it may differ. Returns the mark of each output: empty if it is proved
-    mirrored, otherwise all that may make it differ, as ``axis_index at train.py:12``; and what makes replicas
-    diverge, as ``the trip count of while at train.py:15``.
+    Raises:
+        DeadlockError: some replicas may skip a collective.
+        OutOfSyncError: gradients that are about to be summed are mirrored already.
     """
     walk = Walk(axis_size)
     outs, _ = walk.run(jaxpr, in_marks, Control())
@@ -83,13 +82,13 @@ def prove(jaxpr: Any, in_marks: Sequence[Mark], *, axis_size: int) -> Proof:
 
 
 class Walk:
-    """One run of the pass; see :class:`distribute_jax.program._replication_rules.Walk`."""
+    """The abstract interpreter."""
 
     def __init__(self, axis_size: int) -> None:
         self.axis_size = axis_size
-        # Holds the bodies too, so that no id is used twice.
-        self._done: dict[Any, tuple[Any, list[Mark], list[Mark]]] = {}
-        # Marks grow while loops are walked again, so what was seen is judged at the end.
+        # Values hold the bodies, so that no id is reused.
+        self._cache: dict[Any, tuple[Any, list[Mark], list[Mark]]] = {}
+        # Checked at the end: marks grow while a loop is walked again.
         self._unreduced: dict[int, tuple[Any, Mark]] = {}
         self.diverging: dict[str, None] = {}
 
@@ -100,19 +99,19 @@ class Walk:
         if control.mark:
             self.diverging[control.what] = None
         key = id(body), tuple(marks), control
-        if key not in self._done:
-            self._done[key] = body, *self._run(body, marks, control)
-        return self._done[key][1:]
+        if key not in self._cache:
+            self._cache[key] = body, *self._run(body, marks, control)
+        return self._cache[key][1:]
 
     def _run(
         self, body: Any, marks: Sequence[Mark], control: Control
     ) -> tuple[list[Mark], list[Mark]]:
         jaxpr = open_jaxpr(body)
         if jaxpr.constvars and not isinstance(body, ClosedJaxpr):
-            raise ValueError("an open jaxpr has constants that are nobody's")
+            raise ValueError("an open jaxpr has constants without values")
         env = dict(zip(jaxpr.invars, marks, strict=True))
         for var, value in zip(jaxpr.constvars, getattr(body, "consts", ()), strict=True):
-            # Two bodies may hold the same captured ref, and a write in one shows in the other.
+            # Several bodies may hold the same captured ref, and write to it.
             env[var] = frozenset({"a captured ref"}) if is_ref(var) else self.constant(value)
 
         def read(atom: Any) -> Mark:
@@ -126,7 +125,7 @@ class Walk:
         return list(map(read, jaxpr.outvars)), [env[v] for v in jaxpr.invars]
 
     def constant(self, value: Any) -> Mark:
-        """Returns the mark of a number or array that the program holds."""
+        """Returns the mark of a constant."""
         return MIRRORED
 
     def apply(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
@@ -141,18 +140,18 @@ class Walk:
             return Outcome(marks)
         rule = RULES.get(eqn.primitive.name)
         if rule is None:
-            outcome = Outcome([union(marks)] * len(eqn.outvars)) if _is_plain(eqn) else None
+            outcome = mixed(eqn, marks) if _is_plain(eqn) else None
         else:
             try:
                 outcome = rule(self, eqn, marks, control)
             except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-                outcome = None  # a form that another JAX version uses
+                outcome = None  # a form of another JAX version
         if outcome is None or len(outcome.outs) != len(eqn.outvars):
             return self._opaque(eqn, marks, control)
         return outcome
 
     def _opaque(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
-        """Anything may come out, and anything may be written to the refs that go in."""
+        """Returns the marks after an unknown equation, which may write anything to its refs."""
         if control.mark:
             for collective in collectives(eqn, DATA):
                 self.meet(collective, control)
@@ -162,13 +161,13 @@ class Walk:
         return Outcome([mark] * len(eqn.outvars), refs)
 
     def check_unreduced(self, jaxpr: Any) -> None:
-        """Raises where values about to be summed are mirrored already; logs once where all are zeros."""
+        """Raises if values about to be summed are mirrored already; only logs if they are all zero."""
         if self.axis_size == 1:
-            return  # The sum is right.
+            return
         for eqn, mark in self._unreduced.values():
             if mark:
                 continue
-            if not _ZeroWalk(self, eqn).meets_zeros_only(jaxpr):
+            if not _ZeroWalk(self.axis_size, eqn).finds_zeros(jaxpr):
                 raise OutOfSyncError(REDUCED.format(where=line(eqn), replicas=self.axis_size))
             log_once(_ZEROS, line(eqn), about=line(eqn))
 
@@ -190,23 +189,23 @@ _KEEPS_ZEROS = frozenset({
     "mirrored", "neg", "optimization_barrier", "part_of_mean", "reduce_sum", "reshape", "squeeze",
     "stop_gradient", "sub", "transpose", "unreduced",
 })  # fmt: skip
-"""Operations that make zeros of zeros."""
+"""Operations that return zeros for zeros."""
 
-_NOT_ZERO: Mark = frozenset({"another number than zero"})
+_NOT_ZERO: Mark = frozenset({"not zero"})
 
 
 class _ZeroWalk(Walk):
-    """The pass with marks of what may be other than zero, up to the operands of one equation."""
+    """Interprets with marks of values that may not be zero."""
 
-    def __init__(self, walk: Walk, target: Any) -> None:
-        super().__init__(walk.axis_size)
+    def __init__(self, axis_size: int, target: Any) -> None:
+        super().__init__(axis_size)
         self._target = target
-        self._met: list[Mark] = []
+        self._operands: list[Mark] = []
 
-    def meets_zeros_only(self, jaxpr: Any) -> bool:
-        """Returns whether all operands of the equation are zeros wherever it runs."""
+    def finds_zeros(self, jaxpr: Any) -> bool:
+        """True if all operands of the target equation are zeros wherever it runs."""
         self.run(jaxpr, [_NOT_ZERO] * len(jaxpr.jaxpr.invars), Control())
-        return bool(self._met) and not any(self._met)
+        return bool(self._operands) and not any(self._operands)
 
     def constant(self, value: Any) -> Mark:
         return _NOT_ZERO if isinstance(value, jax.Array) or np.any(value) else MIRRORED
@@ -214,7 +213,7 @@ class _ZeroWalk(Walk):
     def apply(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
         kind = eqn.primitive.name
         if eqn is self._target:
-            self._met.append(union(marks))
+            self._operands.append(union(marks))
         if RULES.get(kind) in (call, cond, scan, while_loop):
             return super().apply(eqn, marks, control)
         mark = union(marks) if kind in _KEEPS_ZEROS else _NOT_ZERO
@@ -223,37 +222,30 @@ class _ZeroWalk(Walk):
         return Outcome([mark] * len(eqn.outvars))
 
 
-_SOURCES = frozenset(
-    {
-        *("pure_callback", "io_callback", "buffer_callback", "ffi_call", "rng_uniform"),
-        *("empty", "empty2", "empty_ref", "custom_partitioning", "pallas_call"),
-    }
-)
-"""Well known to differ, or to be beyond proof: the message need not say that they are opaque."""
+_SOURCES = frozenset({
+    "pure_callback", "io_callback", "buffer_callback", "ffi_call", "rng_uniform",
+    "empty", "empty2", "empty_ref", "custom_partitioning", "pallas_call",
+})  # fmt: skip
+"""Known to differ, or beyond proof: the message does not call them opaque."""
 
 _PLAIN: frozenset[Primitive] = frozenset(
     p
     for p in vars(primitives).values()
     if isinstance(p, Primitive) and p.name not in _SOURCES | {"custom_lin"}
 )
-_PLAIN_NAMES = frozenset(
-    {
-        *("bcoo_extract", "bcoo_todense"),
-        *("broadcast_to", "cholesky_update", "dim_as_value", "dimension_size", "from_edtype"),
-        *("geqp3", "geqrf", "iota_2x32_shape", "layout_constraint", "lu_pivots_to_permutation"),
-        *("mulhi", "ormqr", "philox2x32", "philox4x32", "platform_index", "pvary"),
-        *("ragged_dot_general", "random_clone", "random_unwrap", "random_wrap", "real_rows"),
-        *("relayout",),
-        *("reshard", "scaled_dot", "split", "stack", "stage", "symmetric_product"),
-        *("threefry4x32", "tie", "tile", "to_edtype", "unstack", "xla_metadata_value"),
-        "zeros_like",
-    }
-)
-"""Functions of their operands that ``jax.extend.core.primitives`` does not list."""
+_PLAIN_NAMES = frozenset({
+    "bcoo_extract", "bcoo_todense", "broadcast_to", "cholesky_update", "dim_as_value",
+    "dimension_size", "from_edtype", "geqp3", "geqrf", "iota_2x32_shape", "layout_constraint",
+    "lu_pivots_to_permutation", "mulhi", "ormqr", "philox2x32", "philox4x32", "platform_index",
+    "pvary", "ragged_dot_general", "random_clone", "random_unwrap", "random_wrap", "real_rows",
+    "relayout", "reshard", "scaled_dot", "split", "stack", "stage", "symmetric_product",
+    "threefry4x32", "tie", "tile", "to_edtype", "unstack", "xla_metadata_value", "zeros_like",
+})  # fmt: skip
+"""Pure functions of their operands that ``jax.extend.core.primitives`` does not list."""
 
 
 def _is_plain(eqn: Any) -> bool:
-    """Returns whether equal operands give equal results, for all that the pass knows."""
+    """True if an equation without a rule is known to be a pure function of its operands."""
     known = eqn.primitive in _PLAIN or eqn.primitive.name in _PLAIN_NAMES
     if not known or eqn.effects or "axis_name" in eqn.params:
         return False

@@ -1,8 +1,8 @@
-"""Rules of the replication proof: what each kind of equation does to the marks of its operands.
+"""Transfer rules of the proof of sync: the marks after an equation, by primitive.
 
-A rule gets the marks of the operands and returns the marks of the outputs, and of the operands
-that it wrote to. It returns None, or fails, for a form of the equation that it does not know: JAX
-renames parameters between versions. The equation is then opaque, which is never a false proof.
+A rule gets the marks of the operands, and returns those of the outputs and of the refs that were
+written. For a form of the equation that it does not know, since JAX renames parameters between
+versions, it returns None or fails: the equation is then opaque, which is never a false proof.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def union(marks: Iterable[Mark]) -> Mark:
 
 @dataclass(frozen=True)
 class Control:
-    """What decides whether, and how often, a piece of the program runs."""
+    """The predicates and trip counts that decide whether, and how often, code runs."""
 
     mark: Mark = MIRRORED
     """Why replicas may decide differently. Empty: they all run it."""
     what: str = ""
-    """The innermost deciding construct, such as ``the predicate of cond at train.py:12``."""
+    """The innermost one that may differ, such as ``the predicate of cond at train.py:12``."""
 
     def inside(self, mark: Mark, role: str, eqn: Any) -> Control:
-        """Returns the control of code that runs if a value with this mark says so."""
+        """Returns the control of a body that a value with this mark decides about."""
         if not mark:
             return self
         return Control(self.mark | mark, f"{role} of {name(eqn)} at {line(eqn)}")
@@ -60,11 +60,16 @@ class Outcome(NamedTuple):
     outs: list[Mark]
     """One for each output."""
     writes: Mapping[int, Mark] = {}
-    """The new mark of each operand, by position, that is a ref and was written to."""
+    """The new mark of each ref that was written to, by the position of the operand."""
+
+
+def mixed(eqn: Any, marks: Sequence[Mark]) -> Outcome:
+    """Returns the marks if every output depends on all operands."""
+    return Outcome([union(marks)] * len(eqn.outvars))
 
 
 class Walk(Protocol):
-    """What a rule may ask of the pass that applies it."""
+    """The part of the interpreter that rules use."""
 
     axis_size: int
 
@@ -89,7 +94,7 @@ _REDUCTION_PARAMS = {
 
 
 def axis_names(eqn: Any) -> tuple[str | int, ...]:
-    """Returns the axes that a collective works over; integers are dims of its operand."""
+    """Returns the axes of a collective; integers are dims of its operand."""
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
     names = axes if isinstance(axes, tuple) else (axes,)
     if not all(isinstance(axis, str | int) for axis in names):
@@ -97,57 +102,56 @@ def axis_names(eqn: Any) -> tuple[str | int, ...]:
     return names
 
 
-def _is_whole(groups: Any, axis_size: int) -> bool:
-    """Returns whether there is one group, of all replicas."""
+def _is_one_group(groups: Any, axis_size: int) -> bool:
+    """True if one group has all replicas."""
     return groups is None or [sorted(g) for g in groups] == [list(range(axis_size))]
 
 
 def reduction(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
-    """All replicas get the same result, unless they are split into groups."""
+    """All replicas get the same result, unless they are divided into groups."""
     names = axis_names(eqn)
     if not set(eqn.params) <= _REDUCTION_PARAMS:
         return None
     if DATA not in names:
-        return Outcome([union(marks)] * len(eqn.outvars))
+        return mixed(eqn, marks)
     groups = eqn.params.get("axis_index_groups")
-    if groups is not None and (len(names) > 1 or not _is_whole(groups, walk.axis_size)):
+    if groups is not None and (len(names) > 1 or not _is_one_group(groups, walk.axis_size)):
         return exchange(walk, eqn, marks, control)
     walk.meet(eqn, control)
     return Outcome([MIRRORED] * len(eqn.outvars))
 
 
 def exchange(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
-    """Each replica gets something else, whatever goes in."""
+    """Each replica gets another part, even of a mirrored value."""
     if DATA not in axis_names(eqn):
-        return Outcome([union(marks)] * len(eqn.outvars))
+        return mixed(eqn, marks)
     walk.meet(eqn, control)
     return Outcome([union(marks) | {f"{name(eqn)} at {line(eqn)}"}] * len(eqn.outvars))
 
 
 def axis_index(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
-    """The number of the replica: a source, but not a collective."""
+    """The replica id: a source, but not a collective."""
     if DATA in axis_names(eqn):
         return Outcome([frozenset({f"axis_index at {line(eqn)}"})])
     return Outcome([MIRRORED])
 
 
-# Refs: the mark of a ref variable is the mark of what it holds. Marks of refs only grow.
+# Refs: a ref has the mark of its content. Marks of refs only grow.
 
 
 def read(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
-    """A new ref holds what it was made from; what comes out of one depends on it and on the place."""
-    return Outcome([union(marks)] * len(eqn.outvars))
+    """The content of a ref depends on what it was made from; what is read, also on the index."""
+    return mixed(eqn, marks)
 
 
 def write(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
-    """The ref takes on the value, where it is written, and what decided to write; see ``swap``."""
-    ref, value, *place = marks
-    old = [union([ref, *place])] * len(eqn.outvars)
-    return Outcome(old, {0: union([ref, value, *place, control.mark])})
+    """The content depends on the value, the index, and on whether the write happens."""
+    ref, _, *index = marks
+    return Outcome([union([ref, *index])] * len(eqn.outvars), {0: union([*marks, control.mark])})
 
 
 def run_state(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
-    """The operands become refs, the body runs, and the refs' values come out."""
+    """The operands become refs, the body runs on them, and their content is returned."""
     if not all(eqn.params["is_initialized"]):
         return None
     _, finals = walk.run(eqn.params["jaxpr"], marks, control)
@@ -171,20 +175,20 @@ def call(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome |
 
 
 def cross_device_sum(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
-    """Ours: all replicas run a ``CrossDeviceOps``, whose trace says if they get the same."""
-    # Met as a whole, since the equations of the trace do not know the line of the user's call.
+    """A ``CrossDeviceOps`` of this library, proved by its trace."""
+    # Reported as a whole: the equations of the trace do not have the user's line.
     walk.meet(eqn, control)
     return call(walk, eqn, marks, control)
 
 
 def shard_map(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
-    """A call, unless it binds the replicas' axis again: then its collectives are other ones."""
+    """A call, unless it binds the axis of the replicas again: then its collectives are over another."""
     bound = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
     return None if bound is None or DATA in bound else call(walk, eqn, marks, control)
 
 
 def linear_solve(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
-    """Only the user's ``solve`` runs; the other functions serve its derivatives."""
+    """Only ``solve`` runs; the other functions are for derivatives."""
     lengths = eqn.params["const_lengths"]
     start = lengths.matvec + lengths.vecmat
     consts = marks[start : start + lengths.solve]
@@ -194,17 +198,17 @@ def linear_solve(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> O
 
 
 def combine(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
-    """A reduction or scatter whose scalar function is a parameter, which must be plain."""
+    """A reduction or scatter with a scalar function, which must have no source in it."""
     for body in eqn.params.values():
         if isinstance(body, Jaxpr | ClosedJaxpr):
             outs, _ = walk.run(body, [MIRRORED] * len(body.invars), control)
             if union(outs):
                 return None
-    return Outcome([union(marks)] * len(eqn.outvars))
+    return mixed(eqn, marks)
 
 
 def barrier(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
-    """Many values pass through one equation, and do not mix."""
+    """Each output is one operand."""
     return Outcome(list(marks)) if len(marks) == len(eqn.outvars) else None
 
 
@@ -212,14 +216,14 @@ def hi_primitive(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> O
     """JAX 0.12 traces some functions of ``jax.numpy`` (searchsorted, nonzero) to such equations."""
     if eqn.effects or not type(eqn.params["_prim"]).__module__.startswith("jax._src.numpy."):
         return None
-    return Outcome([union(marks)] * len(eqn.outvars))
+    return mixed(eqn, marks)
 
 
 # Branches and loops
 
 
 def cond(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
-    """Which branch ran shows in every output, even if each branch returns a constant."""
+    """Every output depends on the predicate, even if each branch returns a constant."""
     index, *operands = marks
     branch_control = control.inside(index, "the predicate", eqn)
     ran = [walk.run(branch, operands, branch_control) for branch in eqn.params["branches"]]
@@ -229,7 +233,7 @@ def cond(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome |
 
 
 def scan(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
-    """The body runs until the marks of the carries and of the refs stop growing."""
+    """The body is interpreted until the marks of carries and refs stop growing."""
     body = eqn.params["jaxpr"]
     start, num_carry = consts_and_carries(eqn)
     if start < 0:
@@ -251,7 +255,7 @@ def scan(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome |
 
 
 def while_loop(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
-    """A per-replica trip count shows in every carry; JAX carries only what the body changes."""
+    """Every carry depends on the trip count; JAX carries only what the body changes."""
     body, test = eqn.params["body_jaxpr"], eqn.params["cond_jaxpr"]
     num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     start = num_test + num_body
@@ -299,4 +303,4 @@ RULES: dict[str, Rule] = {
     "scan": scan,
     "while": while_loop,
 }
-"""The rule of each primitive that has one, by the primitive's name."""
+"""The rules by the primitive's name."""

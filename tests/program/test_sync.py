@@ -820,7 +820,7 @@ def test_what_only_starts_as_zeros_is_not_summed_again(later: float) -> None:
         return lax.scan(lambda c, _: (unreduced([c])[0] + later, c), jnp.zeros(4), None, length=2)
 
     if later:
-        with pytest.raises(OutOfSyncError, match="equal on every replica already"):
+        with pytest.raises(OutOfSyncError, match="already equal on every replica"):
             marks_of(program)
     else:
         assert not any(marks_of(program))
@@ -979,8 +979,8 @@ def test_the_message_says_where_why_and_what_to_type() -> None:
         f"  decided by: the predicate of cond at test_sync.py:{first + 2}\n"
         "  which may differ between replicas, because it depends on: "
         f"axis_index at test_sync.py:{replica.__code__.co_firstlineno + 1}, x\n"
-        "Every replica must run the same collectives equally often and in the same order; "
-        "one that leaves one out keeps the others waiting for ever.\n"
+        "Every replica must run the same collectives, equally often and in the same order; "
+        "if one skips a collective, the others wait forever.\n"
         "Reduce the predicate first, so that all replicas decide the same:\n"
         "    dj.get_replica_context().all_reduce('sum', jnp.int32(pred)) > 0\n"
         "or move the collective out of the branch or loop."
