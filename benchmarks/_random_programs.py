@@ -1,4 +1,4 @@
-"""Draws random programs until enough have run, for the benchmarks and the property tests of a proof."""
+"""Random programs for the benchmarks and the property tests of a proof."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from benchmarks._harness import Log
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is counted."""
+    """How many programs are judged."""
 
     programs: int = 400
-    """Programs that run."""
+    """Programs that JAX accepts."""
     start: int = 0
     """The first seed."""
 
@@ -32,11 +32,11 @@ FULL = Options()
 QUICK = Options(programs=60)
 
 Look = Callable[[Any, Counter[str], Counter[str]], bool]
-"""Looks at a program, and adds up figures and causes; False where the program cannot run."""
+"""Judges a program, and adds to figures and causes; False if the program cannot run."""
 
 
 def measured(kind: str, programs: SearchStrategy[Any], look: Look, options: Options) -> Log:
-    """Returns what the programs of fixed seeds add up to."""
+    """Returns the figures and causes of programs from fixed seeds."""
     log, figures, causes = Log(), Counter[str](), Counter[str]()
     log.start()
     start = options.start
@@ -73,7 +73,7 @@ def _draw(
 
 
 def searched(examples: int, programs: SearchStrategy[Any], look: Look, never: str) -> Counter[str]:
-    """Returns the figures of programs; fails at one that counts as ``never``, made as small as it can be."""
+    """Returns the figures of random programs; fails, with the smallest one, if any counts as ``never``."""
     figures: Counter[str] = Counter()
 
     @settings(
@@ -85,10 +85,10 @@ def searched(examples: int, programs: SearchStrategy[Any], look: Look, never: st
     )
     @given(programs)
     def search(statements: Any) -> None:
-        here: Counter[str] = Counter()
-        runs = look(statements, here, Counter())
-        assert not here[never], never
-        figures.update(here)
+        new: Counter[str] = Counter()
+        runs = look(statements, new, Counter())
+        assert not new[never], never
+        figures.update(new)
         if not runs:
             reject()
 

@@ -1,4 +1,4 @@
-"""Random programs for the proof of padding: operations on the rows of a share, with the mask and without.
+"""Random programs for the padding proof: operations on the rows of a share, with and without the mask.
 
 A program starts with rows of three numbers, a class for each row, a vector of three that is not a row, the
 mask and the counts of real rows. Each statement applies one operation, plainly or inside ``jit``,
@@ -19,7 +19,7 @@ WIDTH = 3
 
 
 class Setting(NamedTuple):
-    """What every operation can read beside its operands."""
+    """What every operation can read besides its operands."""
 
     mask: Any
     counts: Any
@@ -27,7 +27,7 @@ class Setting(NamedTuple):
 
     @property
     def column(self) -> Any:
-        """The mask beside rows of numbers."""
+        """The mask, in the shape of a column."""
         return self.mask[:, None]
 
     @property
@@ -178,7 +178,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     "vector>vector": {"sin": lambda s, w: jnp.sin(w), "psum": lambda s, w: lax.psum(w, "data") / 2},
     "vector,number>vector": {"times number": lambda s, w, a: w * a},
 }
-"""Operations by the kinds that they take and give: rows of three, a number for each row, a vector of three
+"""Operations by the kinds of operands and result: rows of three, a number for each row, a vector of three
 that is not a row, and a number."""
 
 WRAPPERS = ("plainly", "plainly", "jit", "checkpoint", "cond", "cond by rows", "scan", "tangent")
@@ -230,7 +230,7 @@ def _wrapped(wrapper: str, apply: Callable[..., Any], s: Setting, operands: list
 def outputs_of(
     statements: list[Statement], vector: Any, rows: Any, s: Setting
 ) -> tuple[list[Any], list[Any]]:
-    """Runs a program; returns the values that are no rows, and those that have a row for each example."""
+    """Runs a program; returns the values without rows, and those with a row for each example."""
     values: dict[str, list[Any]] = {
         "rows": [rows],
         "row": [rows[:, 0]],
@@ -238,13 +238,13 @@ def outputs_of(
         "number": [vector.sum()],
     }
     for statement in statements:
-        takes, gives = statement.kinds.split(">")
+        operand_kinds, result_kind = statement.kinds.split(">")
         operands = [
             values[kind][-1 - place % len(values[kind])]
-            for kind, place in zip(takes.split(","), statement.places, strict=False)
+            for kind, place in zip(operand_kinds.split(","), statement.places, strict=False)
         ]
         operation = OPERATIONS[statement.kinds][statement.name]
         apply = lambda *operands, run=operation: run(s, *operands)  # noqa: E731
-        values[gives].append(_wrapped(statement.wrapper, apply, s, operands))
+        values[result_kind].append(_wrapped(statement.wrapper, apply, s, operands))
     clean = values["vector"][1:] + values["number"][1:]
     return clean, values["rows"][1:] + values["row"][1:]

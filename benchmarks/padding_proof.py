@@ -1,4 +1,4 @@
-"""How often the proof of padding errs on random programs: never unsafely, and how often too carefully.
+"""How often the padding proof errs on random programs: false proofs, of which there must be none, and alarms.
 
     python -m benchmarks.padding_proof             400 programs, and prints JSON lines
     python -m benchmarks.padding_proof --report    also writes a dated report to benchmarks/reports/
@@ -6,8 +6,7 @@
 
 Each program is proved, and run on two replicas with padding that repeats real rows, with other padding, and
 with three times the rows. A *false proof* is an output that is proved clean and changes. A *false alarm* is
-one that is refused as a leak and changes in no run. What is neither is undecided, and left to the check by
-running.
+one that is refused as a leak and changes in no run. The other outputs that are not proved are undecided.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from benchmarks._random_programs import FULL, QUICK, Options, measured
 from benchmarks._row_programs import WIDTH, Setting, Statement, outputs_of, row_programs
 from distribute_jax._padding import padded_rows
 from distribute_jax.collectives._markers import real_rows
-from distribute_jax.program._padding_marks import CLEAN, Mark, Rows, leaking
-from distribute_jax.program._padding_proof import GaveUpError, prove_padding
+from distribute_jax.program._padding_marks import CLEAN, Mark, Rows, UndecidedError, leaking
+from distribute_jax.program._padding_proof import prove_padding
 
 REPLICAS = 2
 SHARE, LARGER = 4, 12
@@ -43,9 +42,9 @@ class Judged(NamedTuple):
     """A program that was proved and run."""
 
     verdicts: list[str]
-    """For each output what the proof says."""
+    """For each output the verdict of the proof."""
     where: list[str]
-    """For each output what it is not proved for."""
+    """For each output the reason why it is not proved."""
     same: list[bool]
     """For each output whether no padding changed it."""
 
@@ -65,7 +64,7 @@ class Judged(NamedTuple):
 
 
 def judge(statements: list[Statement]) -> Judged | None:
-    """Proves a program and runs it; None for one that JAX itself does not take."""
+    """Proves a program and runs it; None if JAX itself refuses it."""
     with jax.enable_x64(True):
         try:
             marks, rows_from = _marks(statements)
@@ -87,7 +86,7 @@ def _program(statements: list[Statement], share: int) -> Any:
 
 
 def _marks(statements: list[Statement]) -> tuple[list[Mark], int]:
-    """Proves a program; also returns how many of its outputs are no rows."""
+    """Returns the marks of the outputs, and how many outputs have no rows."""
     jaxprs = []
     for share in (SHARE, LARGER):
         inputs = [
@@ -104,7 +103,7 @@ def _marks(statements: list[Statement]) -> tuple[list[Mark], int]:
     rows = Mark((Rows(0),))
     try:
         marks = prove_padding(jaxprs[0], jaxprs[1], (SHARE, LARGER), [CLEAN, rows, rows, CLEAN])
-    except GaveUpError as error:
+    except UndecidedError as error:
         marks = [leaking(str(error))] * len(jaxprs[0].jaxpr.outvars)
     return marks, len(clean)
 
@@ -112,8 +111,8 @@ def _marks(statements: list[Statement]) -> tuple[list[Mark], int]:
 def _verdict(mark: Mark, *, is_row: bool) -> tuple[str, str]:
     if mark.leak:
         return (REFUSED if mark.leak.certain else UNDECIDED), mark.leak.where
-    if mark.amount:
-        return UNDECIDED, f"the number of rows at {mark.amount}"
+    if mark.row_count_at:
+        return UNDECIDED, f"the number of rows at {mark.row_count_at}"
     along = mark.rows[0] if mark.rows else None
     fits = along is None or (is_row and (along.is_uniform or along.outer == along.inner == 1))
     return (PROVED, "") if fits else (UNDECIDED, "rows")
@@ -142,7 +141,7 @@ def _unchanged(statements: list[Statement], rows_from: int, outputs: int) -> lis
 def _outs(
     run: Any, vector: Any, real: Any, counts: Sequence[int], share: int, noise: Any
 ) -> list[Any]:
-    """Runs a program with shares filled by real rows, or by noise."""
+    """Runs a program with shares padded by real rows, or by noise."""
     filled = padded_rows(counts, share).reshape(REPLICAS, share)
     rows, classes = (part[filled] for part in real)
     if noise is not None:
@@ -155,14 +154,14 @@ def _outs(
 
 
 def _seen(out: Any, counts: Sequence[int], is_row: bool) -> Any:
-    """Returns what is to be the same with any padding."""
+    """Returns the part of an output that must not depend on padding."""
     if not is_row:
         return out
     return np.concatenate([part[:count] for part, count in zip(out, counts, strict=True)])
 
 
 def count(judged: Judged, figures: Counter[str], causes: Counter[str]) -> None:
-    """Adds a program to the figures, and where harmless outputs were not proved to the causes."""
+    """Adds a program to the figures, and to the causes why unchanged outputs were not proved."""
     figures["programs"] += 1
     figures["outputs"] += len(judged.verdicts)
     figures["unchanged"] += sum(judged.same)
@@ -184,7 +183,7 @@ def look(statements: list[Statement], figures: Counter[str], causes: Counter[str
 
 
 def measure(options: Options) -> Log:
-    """Draws programs until as many have run, from a fixed seed, and counts."""
+    """Counts verdicts on random programs from fixed seeds."""
     return measured("padding", row_programs, look, options)
 
 
@@ -207,18 +206,18 @@ def report(log: Log) -> str:
             f"{100 * figures['proved_unchanged'] / unchanged:.1f} %",
         ],
     ]
-    found = [[name, number] for name, number in causes.items() if name != "kind"]
+    reasons = [[name, number] for name, number in causes.items() if name != "kind"]
     parts = [
-        "# The proof of padding on random programs",
+        "# The padding proof on random programs",
         "Programs of up to ten operations on the rows of a share are drawn at random: with the mask and "
         "without, reductions, sorting, gathering and scattering, products, gradients, branches, loops, "
         "`jit` and recomputation. Each is proved, and run on two replicas with padding that repeats real "
-        "rows, with other padding, and with three times the rows, for three ways to fill the shares. An "
-        "output that no padding changed may yet be a leak that these numbers do not show, as in a count "
-        "that is zero by chance: so some false alarms are none.",
+        "rows, with other padding, and with three times the rows, for three ways to fill the shares. Some "
+        "outputs are leaks that these numbers do not show, as a count that is zero by chance, so not every "
+        "false alarm is an error of the proof.",
         table(["what", "number"], rows),
         "## Where outputs that no padding changed were not proved",
-        table(["what stopped the proof", "outputs"], found),
+        table(["what stopped the proof", "outputs"], reasons),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -232,7 +231,7 @@ def headline(log: Log) -> list[Row]:
 
 BENCHMARK = Benchmark(
     name="padding_proof",
-    question="How often the proof of padding errs on random programs.",
+    question="How often the padding proof errs on random programs.",
     quick=QUICK,
     full=FULL,
     minutes=(1, 5),

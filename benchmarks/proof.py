@@ -1,12 +1,12 @@
-"""How often the proof of sync errs on random programs: never unsafely, and how often too carefully.
+"""How often the proof of sync errs on random programs: false proofs, of which there must be none, and alarms.
 
     python -m benchmarks.proof             400 programs, and prints JSON lines
     python -m benchmarks.proof --report    also writes a dated report to benchmarks/reports/
     python -m benchmarks.proof --quick     a minute's look: few programs
 
 Each program is proved, run on four replicas, and its outputs are compared bit by bit. A *false proof* is
-an output that is proved equal and differs. A *false alarm* is one that is not proved and yet is equal:
-harmless, but a user would have to say ``dj.assume_mirrored``.
+an output that is proved equal and differs. A *false alarm* is one that is not proved although it is equal:
+harmless, but a user would have to write ``dj.assume_mirrored``.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Judged(NamedTuple):
 
     jaxpr: Any
     marks: list[frozenset[str]]
-    """For each output what it may differ by; nothing where it is proved equal."""
+    """For each output why it may differ; empty if it is proved equal."""
     equal: list[bool]
-    """For each output whether all replicas gave the same bits."""
+    """For each output whether it is bitwise equal on all replicas."""
 
     @property
     def false_proofs(self) -> int:
@@ -53,10 +53,10 @@ class Judged(NamedTuple):
 
 
 def judge(statements: list[Statement]) -> Judged | None:
-    """Proves a program and runs it; None for one that JAX itself does not take.
+    """Proves a program and runs it; None if JAX itself refuses it.
 
     Raises:
-        DeadlockError: the proof refuses it, since it may hang, and so it is not run.
+        DeadlockError: the proof refuses the program, since it may hang.
     """
     mesh = Mesh(np.array(jax.devices()[:N]), ("data",), axis_types=(AxisType.Auto,))
     manual = mesh.abstract_mesh.update(axis_types=(AxisType.Manual,))
@@ -95,7 +95,7 @@ def count(judged: Judged, figures: Counter[str], causes: Counter[str]) -> None:
 
 
 def _cause(source: str) -> str:
-    """Leaves out the line: ``ppermute at …`` becomes ``ppermute``."""
+    """Removes the line: ``ppermute at …`` becomes ``ppermute``."""
     name = re.sub(r" at \S+$", "", source)
     return "the per-replica argument" if name == "x" else name
 
@@ -113,7 +113,7 @@ def look(statements: list[Statement], figures: Counter[str], causes: Counter[str
 
 
 def measure(options: Options) -> Log:
-    """Draws programs until as many have run, from a fixed seed, and counts."""
+    """Counts verdicts on random programs from fixed seeds."""
     return measured("proof", programs, look, options)
 
 
@@ -132,17 +132,17 @@ def report(log: Log) -> str:
         ["false alarms (not proved, and equal to the last bit)", figures["false_alarms"]],
         ["share of the equal outputs that are false alarms", f"{share:.1f} %"],
     ]
-    found = [[name, number] for name, number in causes.items() if name != "kind"]
+    sources = [[name, number] for name, number in causes.items() if name != "kind"]
     parts = [
         "# The proof of sync on random programs",
         "Programs of up to some thirty operations are drawn at random: collectives with and without "
         "groups, refs, callbacks, random bits, linear solves, custom derivatives, branches, loops, "
         "jit, recomputation, vmap and gradients. Each is proved, run on four replicas, and its outputs "
-        "are compared bit by bit. Where the same number comes out by chance, as after a comparison, "
-        "nothing could be proved, so some false alarms are no fault of the proof.",
+        "are compared bit by bit. Some outputs are equal by chance, as after a comparison, and cannot be "
+        "proved, so not every false alarm is a weakness of the proof.",
         table(["what", "number"], rows),
-        "## What the false alarms depend on",
-        table(["source", "outputs"], found),
+        "## Sources of the false alarms",
+        table(["source", "outputs"], sources),
     ]
     return "\n\n".join(parts) + "\n"
 

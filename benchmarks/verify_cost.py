@@ -1,12 +1,12 @@
-"""What the comparison with one device costs: the first call of a step with it, beside one without.
+"""What the comparison with one device costs: the first call of a step with and without it.
 
     python -m benchmarks.verify_cost             measures, and prints JSON lines
     python -m benchmarks.verify_cost --report    also writes a dated report to benchmarks/reports/
     python -m benchmarks.verify_cost --quick     a minute's look: few rounds, wide intervals
 
-The first call traces, proves, compiles and runs the step; the comparison compiles and runs it for one
-device besides, and in float64 where float32 cannot tell. Each call is made with a new model and empty
-caches. Later calls are compared no more.
+The first call traces, proves, compiles and runs the step. The comparison also compiles and runs it for one
+device, and in float64 if float32 does not decide. Each call is made with a new model and empty caches. Later
+calls are not compared.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FLOAT64 = " (decided in float64)"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A workload whose step is called first, and how often."""
+    """A workload, and how often its first call is measured."""
 
     work: Workload
     replicas: int = 4
@@ -41,7 +41,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is measured, and how often."""
+    """What is measured."""
 
     cases: tuple[Case, ...] = (
         Case(work=MLP),
@@ -86,7 +86,7 @@ def measure(options: Options) -> Log:
 
 
 def first_call_seconds(work: Workload, replicas: int, verify: Any) -> float:
-    """Times the first call of a new model's step, until its result is there."""
+    """Times the first call of a new model's step, until its result is ready."""
     trained = mirrored(work, replicas)
     jax.block_until_ready(jax.tree.leaves(trained.batch))
     jax.clear_caches()
@@ -107,8 +107,8 @@ def report(log: Log) -> str:
         "# The cost of the comparison with one device",
         "The first call of a training step, in ms: tracing, proving, compiling and running it; with the "
         "comparison also for one device with the whole batch. Each call with a new model and empty caches. "
-        "The ratio is the median over the rounds of the time by that without the comparison, with its 95% "
-        "interval. Later calls are compared no more, and cost the same with and without.",
+        "The ratio to the time without the comparison is the median over the rounds, with its 95% "
+        "interval. Later calls are not compared, and cost the same with and without.",
         table(["workload", "replicas", "first call", "ms", "ratio", "rounds"], rows),
     ]
     return "\n\n".join(parts) + "\n"

@@ -1,9 +1,9 @@
-"""Compares the outcomes of two runs of a step, up to rounding.
+"""Compares the outputs of two runs of a step, up to rounding.
 
-The gradient of a number on which the loss does not depend, such as the bias of an attention's keys, is
-the rest of a sum that should be 0. Another order of the sum makes it another number of no less size, and
-Adam makes steps of nearly its full size of it, so comparing sizes cannot tell it from a mistake. Changing the
-last digits of the step's inputs can: what changes as much by that is rounding.
+The gradient of a parameter that the loss does not depend on, such as the bias of an attention's keys, is the
+rounding error of a sum that should be 0. In another order the sum has another error of the same size, and
+Adam makes steps of nearly full size of it, so sizes do not distinguish it from a mistake. Changing the last
+digits of the step's inputs does: what changes as much by that is rounding.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ Array = np.ndarray[Any, Any]
 
 
 class Verdict(enum.Enum):
-    """What the comparison of two outcomes tells."""
+    """The result of a comparison."""
 
     EQUAL = "equal"
-    """They agree, and had the changes been twice as large, they would not."""
+    """They agree, and a change of twice the size would not."""
     UNEQUAL = "unequal"
     """They differ by more than rounding."""
     TOO_SMALL = "too small"
-    """Changes are hardly larger than the spacing of the numbers they are added to, so it cannot be told."""
+    """Changes are hardly larger than the spacing of the numbers that they are added to: undecided."""
     NOISE = "noise"
-    """What changes is hardly more than the rounding errors of computing it."""
+    """Changes are hardly larger than the rounding errors of computing them: undecided."""
 
 
 def on_host(array: jax.Array) -> Array:
     """Returns an output as a NumPy array: keys as their bits, bfloat16 as float32.
 
-    Of what each replica has for itself the processes of a job hold parts, so all call it together.
+    In a job all processes must call it together, since each has a part of a sharded output.
     """
     array = local_copy_of_replicated(array)
     if is_key(array):
         return np.asarray(jax.random.key_data(array))
     half = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4
-    # Not by astype of JAX's, which compiles a program for each shape.
+    # NumPy's astype: JAX's would compile a program for each shape.
     return np.asarray(array).astype(np.float32) if half else np.asarray(array)
 
 
 def exactly_equal(left: Array, right: Array) -> bool:
-    """Returns whether all numbers are equal; two NaNs are, and so are 0.0 and -0.0."""
+    """True if all numbers are equal; NaN equals NaN, and 0.0 equals -0.0."""
     return np.array_equal(left, right, equal_nan=bool(np.issubdtype(left.dtype, np.inexact)))
 
 
@@ -68,14 +68,12 @@ def compared(
     noise: float = 0.0,
     every: bool = True,
 ) -> Verdict:
-    """Compares what a step added to ``old``, each entry by its own size; integers must be equal.
+    """Compares what a step added to ``old``, each entry relative to its change; integers must be equal.
 
-    The change is compared, not the value, since a small step changes a weight only in its last
-    digits, where a wrong factor would drown. NaNs and infinities must stand in the same places.
-
-    An entry may differ by ``relative`` of its change, None for some spacings, and by ``noise`` besides.
-    ``eps`` is the relative spacing of the numbers as the step holds them, if wider than that of ``right``.
-    ``every`` change, or nearly, must be large enough to tell; else most of the array's.
+    Changes are compared rather than values, since a small step changes only the last digits of a weight,
+    where a wrong factor would not be noticed. An entry may differ by ``relative`` of its change, by default
+    32 ``eps``, plus ``noise``. ``eps`` is that of the step's dtype, if it is coarser than ``right``. With
+    ``every`` nearly every change must be large enough to compare; else most of the array's.
     """
     if not np.issubdtype(right.dtype, np.inexact):
         return Verdict.EQUAL if np.array_equal(left, right) else Verdict.UNEQUAL
@@ -85,36 +83,36 @@ def compared(
     left, right, old = finite(left), finite(right), finite(np.broadcast_to(old, right.shape))
     moved, apart = np.abs(right - old), np.abs(left - right)
     spacing = 2 * eps * np.maximum(np.abs(right), np.abs(old))
-    # Sums are as exact as their terms, which may be as large as other entries' changes.
+    # The terms of a sum may be as large as other entries' changes, and so are their rounding errors.
     floor = spacing + 16 * eps * largest(moved)
     if np.any(apart > floor + noise + (_SPACINGS * eps if relative is None else relative) * moved):
         return Verdict.UNEQUAL
-    # Half or twice a change of four floors differs from it by more than the one that fits; so it does
-    # from a smaller one that agrees with the other outcome in its first digits.
+    # A change of at least four floors is distinguishable from half or twice of it; so is a smaller one that
+    # agrees in its leading digits.
     agrees = (moved >= 4 * spacing) & (apart <= 0.01 * moved)
 
-    def hidden(floor: Array) -> bool:
+    def is_hidden(floor: Array) -> bool:
         small = (moved < 4 * floor) & ~agrees & ((moved > 0) | (apart > 0))
         if every:
-            return bool(_FEW * np.count_nonzero(small) > small.size)
+            return bool(_ENTRIES_PER_SMALL_ONE * np.count_nonzero(small) > small.size)
         changes = np.maximum(moved, apart) ** 2
         return bool(2 * np.sum(changes[small]) > np.sum(changes))
 
-    if hidden(floor):
+    if is_hidden(floor):
         return Verdict.TOO_SMALL
-    return Verdict.NOISE if noise and hidden(floor + noise) else Verdict.EQUAL
+    return Verdict.NOISE if noise and is_hidden(floor + noise) else Verdict.EQUAL
 
 
 OTHER_ORDER = 2e-4
-"""The relative difference that sums in another order make in float32, where nothing else decides."""
+"""The relative difference that sums in another order make in float32, if nothing else decides."""
 _SPACINGS = 32
-"""So many relative spacings of its change may an entry differ by."""
-_FEW = 1024
-"""One entry of so many may be too small to tell: a gradient may be near zero anywhere."""
+"""The number of relative spacings of its change that an entry may differ by."""
+_ENTRIES_PER_SMALL_ONE = 1024
+"""One entry of so many may be too small to compare: a gradient may be near zero anywhere."""
 
 
 def same_specials(left: Array, right: Array) -> bool:
-    """Whether NaNs and infinities stand in the same places, with the same signs."""
+    """True if NaNs and infinities are at the same indices, with the same signs."""
     if np.isfinite(left).all() and np.isfinite(right).all():
         return True
     special = ~(np.isfinite(left) & np.isfinite(right))
@@ -122,19 +120,19 @@ def same_specials(left: Array, right: Array) -> bool:
 
 
 def finite(array: Array) -> Array:
-    """Returns the numbers in double precision, 0 for NaNs and infinities."""
+    """Returns the numbers in double precision, with 0 for NaNs and infinities."""
     array = np.asarray(array, np.complex128 if np.iscomplexobj(array) else np.float64)
     return np.where(np.isfinite(array), array, 0)
 
 
 def spacing_of(array: Any) -> float:
-    """Returns the relative spacing of the numbers that an array, or an abstract one, holds."""
+    """Returns the machine epsilon of a floating-point array or abstract value, 0.0 for others."""
     finfo: Any = jnp.finfo
     return float(finfo(array.dtype).eps) if jnp.issubdtype(array.dtype, jnp.inexact) else 0.0
 
 
 def largest(array: Array) -> float:
-    """Returns the largest absolute number, NaNs and infinities left out; 0 for an empty array."""
+    """Returns the largest absolute finite number; 0 if there is none."""
     return float(np.max(np.abs(finite(array)), initial=0.0))
 
 
@@ -159,15 +157,14 @@ def difference(
     relative: float,
     noise: float = 0.0,
 ) -> str | None:
-    """Describes how the replicas' values of a result differ from that of one device.
+    """Describes how the replicas' values of a result differ from the value on one device.
 
-    Rows for each example must be the same rows. Other values have no counterpart on one device, only
-    their sum has (of parts of a loss, or counts) or their mean (of means over equal shares): one of the
-    two must be the value there.
+    Rows for each example must be the same rows. Of other values the sum (of parts of a loss, or counts) or
+    the mean (of means over equal shares) must be the value on one device.
 
-    ``parts`` are stacked, (N, ...); ``counts`` are the real rows of each, None where all are real.
-    ``rows`` is True or False as the result has one row for each example, anything else where that is not
-    known. An entry may differ by ``relative`` of its size, and by ``noise`` besides.
+    ``parts`` are stacked, (N, ...); ``rows`` says whether the result has one row for each example, and is
+    neither True nor False if that is not known. An entry may differ by ``relative`` of its size and
+    ``noise``.
     """
     if rows is True or (rows is not False and parts.shape[1:] != one.shape):
         joined = real_rows(parts, counts)
@@ -180,10 +177,10 @@ def difference(
     if np.array_equal(parts, np.broadcast_to(one, parts.shape)):
         return None
     wide = np.complex128 if np.iscomplexobj(parts) else np.float64
-    # Of infinities of both signs the sum is NaN, on one device too.
+    # The sum of infinities of both signs is NaN on one device too.
     with np.errstate(invalid="ignore"):
         total = parts.astype(wide).sum(0)
-    # Sums are as exact as their terms.
+    # The rounding errors of a sum are as large as those of its terms.
     exact = 16 * eps * np.abs(finite(parts)).sum(0) + relative * np.abs(finite(one)) + noise
     if not np.issubdtype(one.dtype, np.inexact):
         exact = np.zeros(())
@@ -197,22 +194,22 @@ def difference(
 
 
 def real_rows(parts: Array, counts: Sequence[int] | None) -> Array | None:
-    """Returns the rows of all replicas, (N, rows, ...), one after the other, without padding."""
+    """Concatenates the real rows of all replicas, (N, rows, ...)."""
     if parts.ndim < 2:
         return None
     ends: Sequence[int | None] = counts or [None] * len(parts)
     return np.concatenate([part[:end] for part, end in zip(parts, ends, strict=True)])
 
 
-AS_LARGE = 8
-"""So many times the change by the last digits of the inputs is still taken for rounding."""
+_NOISE_FACTOR = 8
+"""A difference of up to so many times the change by nudged inputs is taken for rounding."""
 
 
 def nudged_outcomes(entry: BoundProgram, flat: Sequence[Any]) -> list[list[Any]]:
     """Runs a program on inputs that are changed in the last digit, up and down.
 
-    It is the last digit of the least precise numbers that the program computes with. By what its own
-    input was changed, the state that comes out is changed back: what the step adds to it is looked at.
+    The last digit is that of the program's least precise dtype. New state is corrected by the change of the
+    old state, since only what the step adds to it matters.
     """
     spacing = coarsest(entry.program.traced.jaxpr.jaxpr)
     old = range(entry.state_size)
@@ -227,7 +224,7 @@ def nudged_outcome(
 ) -> list[Any]:
     """Runs a program on inputs that are changed by a relative ``change``.
 
-    ``old`` holds, for the first outputs, the input that each is the new value of, where it is of one.
+    ``old`` has the position of the old value of each of the first outputs, None if it has none.
     """
     with outside_mesh():
         inputs = [_nudged(x, change) for x in flat]
@@ -245,8 +242,8 @@ def nudged_outcome(
 
 
 def noise_of(array: Array, nudged: Iterable[Array]) -> float:
-    """Returns how much of a difference from an outcome is taken for rounding."""
-    return AS_LARGE * max((largest(finite(array) - finite(n)) for n in nudged), default=0.0)
+    """Returns the size of a difference that is taken for rounding."""
+    return _NOISE_FACTOR * max((largest(finite(array) - finite(n)) for n in nudged), default=0.0)
 
 
 def _nudged(x: Any, change: float) -> Any:
@@ -262,24 +259,24 @@ def _moved(new: Any, old: Any) -> Any:
 
 
 def _changed(change: Callable[..., Any], x: jax.Array, *more: jax.Array) -> jax.Array:
-    """Applies a function of arrays on the host, where nothing is compiled for each shape."""
+    """Applies a function of arrays, on the host if possible: JAX would compile it for each shape."""
     if not all(array.is_fully_addressable for array in (x, *more)):
         return jnp.asarray(change(x, *more), x.dtype)
     with np.errstate(invalid="ignore", over="ignore"):
         new = np.asarray(change(*map(np.asarray, (x, *more)))).astype(x.dtype)
-    there: jax.Array = jax.device_put(new, x.sharding)
-    return there
+    placed: jax.Array = jax.device_put(new, x.sharding)
+    return placed
 
 
 def copied(flat: Sequence[Any]) -> list[Any]:
-    """Copies the arrays among flat inputs, so that donating them loses nothing."""
+    """Copies the arrays among flat inputs, so that the originals are not donated."""
     return [_copied(x) if isinstance(x, jax.Array) else x for x in flat]
 
 
 def _copied(x: jax.Array) -> jax.Array:
     device: Any = next(iter(x.sharding.device_set))
     if device.platform == "cpu" and x.is_fully_addressable and not is_key(x):
-        return _changed(np.asarray, x)  # on the host, where nothing is compiled for each shape
+        return _changed(np.asarray, x)
     return jnp.copy(x)
 
 
@@ -288,6 +285,6 @@ def _is_inexact(x: Any) -> bool:
 
 
 def coarsest(jaxpr: jex_core.Jaxpr) -> float:
-    """Returns the relative spacing of the least precise numbers that a program computes with."""
+    """Returns the largest machine epsilon among the values that a program computes."""
     outs = (v.aval for eqn in equations(jaxpr) for v in eqn.outvars)
     return max((spacing_of(aval) for aval in outs if hasattr(aval, "dtype")), default=0.0)

@@ -1,4 +1,4 @@
-"""The text of a compiled program: its collectives, and which of them are in loops and branches."""
+"""Parses the HLO text of a compiled program: its collectives, and which are in loops and branches."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Collective(NamedTuple):
     """Collectives of one kind in a compiled step."""
 
     kind: str
-    """As XLA calls it, such as ``"all-reduce"``."""
+    """XLA's name, such as ``"all-reduce"``."""
     number: int
-    """How many there are in the program; one in a loop counts once."""
+    """How many the program has; one in a loop counts once."""
     bytes: int
-    """What all of them leave on each device, once around a loop."""
+    """The size of their results on each device; in a loop, of one iteration."""
     in_loop: bool
     """Whether they are in the body of a loop, as of ``nnx.scan``."""
 
@@ -27,16 +27,14 @@ _COLLECTIVE = re.compile(
     r" = (\(.*?\)|\S+) "
     r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(?:-done)?\("
 )
-"""One that starts and is done later counts where it is done, where its type is that of the result alone."""
+"""An asynchronous one is counted at its ``-done``, whose type is that of the result alone."""
 _ARRAY = re.compile(r"([a-z]+\d*)\w*\[([\d,]*)\]")
-
-
 _BODY = re.compile(r" body=%([\w.\-]+)")
-_ENTERED = re.compile(r"%([\w.\-]+)")
+_REFERENCE = re.compile(r"%([\w.\-]+)")
 
 
 def collectives_of(text: str) -> Iterator[Collective]:
-    """Returns the collectives of a compiled program, those in loops apart."""
+    """Yields the collectives of a compiled program by kind; those in loops separately."""
     bodies = _computations(text)
     in_loop = _reached(bodies, _BODY.findall(text))
     counts: Counter[tuple[str, bool]] = Counter()
@@ -52,16 +50,16 @@ def collectives_of(text: str) -> Iterator[Collective]:
 
 
 def has_exchange_in_branch(text: str) -> bool:
-    """Returns whether devices exchange values in a branch, or in a loop whose length the program decides.
+    """True if a collective-permute is in a branch, or in a loop without a known trip count.
 
-    Other collectives have groups of devices; an exchange waits for all devices of the program.
+    Other collectives wait for their group of devices, a permute for all devices of the program.
     """
     bodies = _computations(text)
     decided = [
         name
         for line in text.splitlines()
         if " conditional(" in line or (" while(" in line and "known_trip_count" not in line)
-        for name in _ENTERED.findall(line)
+        for name in _REFERENCE.findall(line)
     ]
     inside = _reached(bodies, decided)
     return any(
@@ -72,20 +70,20 @@ def has_exchange_in_branch(text: str) -> bool:
 
 
 def _computations(text: str) -> dict[str, str]:
-    """Returns the text of each computation of a program by its name."""
+    """Returns the text of each computation by its name."""
     _, *pieces = _COMPUTATION.split(text)
     return dict(zip(pieces[::2], pieces[1::2], strict=True))
 
 
 def _reached(bodies: Mapping[str, str], names: Iterable[str]) -> set[str]:
-    """Returns these computations, and all that they enter."""
+    """Returns these computations, and all that they reach."""
     reached: set[str] = set()
-    left = list(names)
-    while left:
-        name = left.pop()
+    pending = list(names)
+    while pending:
+        name = pending.pop()
         if name in bodies and name not in reached:
             reached.add(name)
-            left += _ENTERED.findall(bodies[name])
+            pending += _REFERENCE.findall(bodies[name])
     return reached
 
 

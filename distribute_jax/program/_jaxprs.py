@@ -76,6 +76,9 @@ CALLS = (
 )
 """The primitives that run one body once, on their operands; checkpoint under both of its names."""
 
+RANDOM = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform")
+"""The primitives that draw random numbers."""
+
 _AXES = ("axes", "axis_name")
 """The parameters in which collectives name axes."""
 

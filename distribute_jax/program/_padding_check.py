@@ -1,7 +1,7 @@
 """Checks that a step does not depend on the padding of a partial batch.
 
-What the padding proof shows costs nothing more. Where it does not decide, the step is run with other
-padding, and with more of it.
+A step for which this is proved runs unchanged. If the proof cannot decide, results are compared with
+those for other padding, and for more of it.
 """
 
 from __future__ import annotations
@@ -38,46 +38,42 @@ from distribute_jax.program._compare import (
     real_rows,
 )
 from distribute_jax.program._failures import padding_not_counted
-from distribute_jax.program._jaxprs import equations
+from distribute_jax.program._jaxprs import RANDOM, equations
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._padding_proof import seen_padding
+from distribute_jax.program._padding_proof import padding_leaks
 from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import Program, build
 from distribute_jax.program._result_rows import Unknown, per_example_results, shares, traced_larger
 from distribute_jax.program._trace import Call, Traced, batch_share
 
-REMEDIES = """\
-Leave the padding out: dj.compute_average_loss(per_example_loss), or jnp.where(mask, value, 0) with \
-mask = dj.get_replica_context().batch_mask, and count examples with \
-dj.get_replica_context().real_examples. What compute_average_loss returns, and its gradients, are combined \
-with all_reduce("sum", ...); all_reduce("mean", ...) goes with a mean over the replica's examples, as of a \
-full batch only; dj.Optimizer sums the gradients by itself. \
-Or feed no partial batches: InputOptions(partial="drop")."""
-
-_LEAK = f"""\
-The padding of a partial batch {{does}} what the step computes:
-{{lines}}
-The batch has {{real}} real examples of {{rows}} rows; the rest is padding, which must not be seen. {{how}} \
+_LEAK = """\
+The padding of a partial batch {does} what the step computes:
+{lines}
+The batch has {real} real examples of {rows} rows; the rest is padding, which the step must ignore. {how} \
 the state is as before the call.
-{REMEDIES}"""
+Exclude the padding with dj.compute_average_loss(per_example_loss), or with jnp.where(mask, value, 0) where \
+mask = dj.get_replica_context().batch_mask; count examples with dj.get_replica_context().real_examples. \
+The result of compute_average_loss and its gradients go with all_reduce("sum", ...), and dj.Optimizer sums \
+the gradients by itself; all_reduce("mean", ...) goes with a mean over the replica's rows, which is right \
+for full batches only. Or feed no partial batches: InputOptions(partial="drop")."""
 
-_PROVED = "This was read off the step as it was traced, before it ran:"
+_PROVED = "This follows from the traced step, which has not run:"
 _COMPARED = "The step was run on copies of the state with {};"
 
-CURE = (
-    'Feed no partial batches to a step that trains: InputOptions(partial="drop"); or normalise by the '
+_CURE = (
+    'Feed no partial batches to a step that trains: InputOptions(partial="drop"); or normalise with the '
     "running statistics: model.eval(), or BatchNorm(..., use_running_average=True)."
 )
 
 _NORMS = f"""
-The step also updates the statistics of a batch norm, which sees the padding unless it is called with mask=:
+The step also updates the statistics of a batch norm, which include padding unless it is called with mask=:
 {{lines}}
-{CURE}"""
+{_CURE}"""
 
 _RUNNING = (
-    "%s met a partial batch, and it is not proved that the padding cannot reach what it computes: %s. So "
-    "run compares the step with other padding, and with more of it, on copies of the state: at this "
-    "partial batch, which compiles the step once more, and at the 2nd, 4th, 8th and so on. "
+    "%s met a partial batch, and it is not proved that its results cannot depend on the padding: %s. So run "
+    "compares the step with other padding, and with more of it, on copies of the state: now, which compiles "
+    "the step once more, and at the 2nd, 4th, 8th, ... partial batch. "
     'InputOptions(partial="drop") feeds no partial batches.'
 )
 
@@ -86,19 +82,19 @@ _log = logging.getLogger("distribute_jax")
 
 @dataclass(eq=False)
 class PaddingCheck:
-    """What is known of a program and the padding of its batches."""
+    """The state of the check of one program."""
 
     unproved: str
-    """Why it is not proved that no padding is seen; empty if it is."""
+    """Why the step is not proved to ignore padding; empty if it is."""
     batches: int = 0
     """Partial batches so far."""
     longer: Program | None = None
     """The step with more padding, once it is compiled."""
     leaked: bool = False
-    """Whether the last comparison saw padding: then it is repeated until one does not."""
+    """Whether the last comparison failed: then every partial batch is compared."""
 
     def is_due(self) -> bool:
-        """Counts a partial batch, and returns whether the step is compared at this one."""
+        """Counts a partial batch; True if the step is compared at this one."""
         self.batches += 1
         power_of_two = self.batches & (self.batches - 1) == 0
         return bool(self.unproved) and (power_of_two or self.leaked)
@@ -107,9 +103,13 @@ class PaddingCheck:
 def run_checked_for_leaks(
     call: Call, entry: BoundProgram, values: Sequence[Any], flat: list[Any]
 ) -> list[Any]:
-    """Runs a program on a padded batch, if padding is proved not to be seen, or is not seen to be."""
+    """Runs a program on a padded batch.
+
+    Raises:
+        PaddingLeakError: padding certainly reaches a result, or changes one.
+    """
     program = entry.program
-    check_batch_norms(entry, call.arguments.counts or ())
+    _check_batch_norms(entry, call.arguments.counts or ())
     if program.padding is None:
         larger = traced_larger(call)
         program.per_example = per_example_results(call, entry, larger)
@@ -131,7 +131,7 @@ def run_checked_for_leaks(
     longer = _with_more_padding(call, entry, values)
     if longer is not None:
         how = (
-            "more padding, for which it was traced again, and gave another result (so does a step that "
+            "more padding, for which it was traced again, and had another result (as has a step that "
             "counts its calls in Python: keep such a number in a variable)"
         )
         _refuse_differing(call, entry, flat, outs, longer, how, nudged=True)
@@ -140,23 +140,22 @@ def run_checked_for_leaks(
 
 
 def _why_unproved(call: Call, entry: BoundProgram, larger: Traced | str) -> str:
-    """Raises where padding surely reaches an output; else returns why that is not excluded, or ""."""
-    seen = seen_padding(call, entry, larger)
-    certain = [name for name, why in seen if why.certain]
-    if certain:
+    """Raises if padding certainly reaches an output; else returns why it may, or ""."""
+    leaks = padding_leaks(call, entry, larger)
+    if any(leak.certain for _, leak in leaks):
         lines = [
-            f"{name} {'depends' if why.certain else 'may depend'} on it: {why.where} "
-            f"{'takes in all rows of a share' if why.certain else 'is not proved to leave it out'}"
-            for name, why in sorted(seen, key=lambda item: not item[1].certain)
+            f"{name} {'depends' if leak.certain else 'may depend'} on it: {leak.where} "
+            f"{'uses all rows of a share' if leak.certain else 'is not proved to exclude it'}"
+            for name, leak in sorted(leaks, key=lambda item: not item[1].certain)
         ]
         raise _error(call, entry, "reaches", lines, _PROVED)
-    return ", ".join(
-        f"{name} depends on {why.where}" if name else why.where for name, why in seen[:1]
+    return next(
+        (f"{name} depends on {leak.where}" if name else leak.where for name, leak in leaks), ""
     )
 
 
 def _check_mirrored_rows(call: Call, entry: BoundProgram) -> None:
-    """Refuses an array of all replicas' rows, as from all_gather: nobody could cut its padding."""
+    """Refuses an array of all replicas' rows, as from all_gather: its padding cannot be cut."""
     program = entry.program
     results = zip(
         program.results.names, program.plan.mirrored, program.per_example or (), strict=True
@@ -181,7 +180,7 @@ def _refuse_differing(
     *,
     nudged: bool = False,
 ) -> None:
-    """Raises where real numbers differ by more than rounding, and more than from run to run."""
+    """Raises if results without padding differ by more than rounding, and more than from run to run."""
     names = entry.output_names()
 
     def numbers(arrays: Sequence[Any]) -> list[Any]:
@@ -210,7 +209,7 @@ def _refuse_differing(
 
 
 def _with_more_padding(call: Call, entry: BoundProgram, values: Sequence[Any]) -> list[Any] | None:
-    """Runs the step with twice the rows: who counts rows, rather than examples, sees it."""
+    """Runs the step with twice the rows, which changes the result of a step that counts rows."""
     data = [_doubled_batch(v) for v in call.arguments.data if _is_padded(v)]
     longer = replace(call, arguments=_with_batch(call, data))
     check: PaddingCheck = entry.program.padding
@@ -219,7 +218,7 @@ def _with_more_padding(call: Call, entry: BoundProgram, values: Sequence[Any]) -
         options = RunOptions(check_sync=False, donate_state=False)
         try:
             check.longer = build(longer, options, Replicas(call.mesh))
-        except Exception as error:  # the user's code may not work at another size
+        except Exception as error:  # the step may not accept another size
             why = f"{type(error).__name__}: {error_text(error)}"
             padding_not_counted(entry.step, f"it could not be traced with more rows ({why})")
     program = check.longer
@@ -234,23 +233,18 @@ def _with_more_padding(call: Call, entry: BoundProgram, values: Sequence[Any]) -
 
 
 def _with_batch(call: Call, batch: Sequence[PerReplica]) -> Arguments:
-    """Returns the arguments of a call with others in the place of those that are padded."""
+    """Returns the arguments of a call with other padded batches."""
     others = iter(batch)
     data = [next(others) if _is_padded(v) else v for v in call.arguments.data]
     return call.arguments.with_data(data)
 
 
-_DRAWING = {
-    "random_bits", "random_split", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform",
-}  # fmt: skip
-
-
 def _drawn(program: Program) -> list[Any]:
-    """Returns the shapes of the random numbers of a program: where they stay, the numbers do."""
+    """Returns the shapes of the random numbers of a program, which decide their values."""
     return [
         (eqn.primitive.name, *(str(v.aval) for v in eqn.outvars))
         for eqn in equations(program.traced.jaxpr.jaxpr)
-        if eqn.primitive.name in _DRAWING
+        if eqn.primitive.name in (*RANDOM, "random_split")
     ]
 
 
@@ -274,7 +268,7 @@ def _doubling(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
 
 
 def _real(call: Call, entry: BoundProgram, index: int, array: jax.Array) -> Any:
-    """Returns the real part of an output on the host; None where it is not known."""
+    """Returns an output without padding, on the host; None if it is not known which rows are real."""
     host = on_host(array)
     result = index - entry.state_size
     if result < 0:
@@ -294,32 +288,29 @@ def _error(
 ) -> PaddingLeakError:
     counts = call.arguments.counts or ()
     rows = batch_share(call.arguments, shares(call)) * len(counts)
-    norms = written_batch_norms(entry)
+    norms = _written_batch_norms(entry)
     more = _NORMS.format(lines=listed(norms)) if norms else ""
     text = _LEAK.format(does=does, lines=listed(lines), real=sum(counts), rows=rows, how=how)
     return PaddingLeakError(text + more)
 
 
-_UNEVEN = """\
-The step updates the statistics of a batch norm from a partial batch whose replicas have {counts} real \
+_UNEVEN = f"""\
+The step updates the statistics of a batch norm from a partial batch whose replicas have {{counts}} real \
 examples:
-{lines}
-nnx.BatchNorm averages the replicas as if each had the same number, also with mask=, and gives NaN where one \
-has none, so the statistics would not be those of one device. The state is as before the call.
-{cure}"""
+{{lines}}
+nnx.BatchNorm weighs all replicas equally, also with mask=, and a replica without examples makes NaN, so the \
+statistics would not be those of one device. The state is as before the call.
+{_CURE}"""
 
 
-def check_batch_norms(entry: BoundProgram, counts: Sequence[int]) -> None:
-    """Refuses to update the statistics of batch norms from shares of different length."""
-    if len(set(counts)) == 1:
-        return
-    lines = written_batch_norms(entry)
-    if lines:
-        raise PaddingLeakError(_UNEVEN.format(counts=list(counts), lines=listed(lines), cure=CURE))
+def _check_batch_norms(entry: BoundProgram, counts: Sequence[int]) -> None:
+    """Refuses to update the statistics of batch norms from shares of different lengths."""
+    if len(set(counts)) > 1 and (lines := _written_batch_norms(entry)):
+        raise PaddingLeakError(_UNEVEN.format(counts=list(counts), lines=listed(lines)))
 
 
-def written_batch_norms(entry: BoundProgram) -> list[str]:
-    """Names the batch norms whose statistics a step writes, and these statistics."""
+def _written_batch_norms(entry: BoundProgram) -> list[str]:
+    """Names the batch norms whose statistics a step writes, with these statistics."""
     written = {id(variable) for variable in entry.outputs if isinstance(variable, nnx.BatchStat)}
     names = dict(zip(map(id, entry.binding.variables), entry.binding.names, strict=True))
     lines = []

@@ -1,4 +1,4 @@
-"""Marks of the padding proof: which dims of a value hold rows, and what their padding contains."""
+"""Marks of the padding proof: which dims of a value have rows, and what is in their padding."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from jax.extend.core import Jaxpr
 from distribute_jax.program._jaxprs import ClosedJaxpr, line, name
 
 
-class GaveUpError(Exception):
-    """Nothing can be said about what the padding does here; the text says where, where that is known."""
+class UndecidedError(Exception):
+    """It cannot be decided where the padding goes; the text says at which operation, if that is known."""
 
 
 class Pad(enum.Enum):
-    """What stands in the padding of a dim of rows, where it is not one known number."""
+    """The content of the padding, if it is not one known number."""
 
-    PURE = "what the same function gives for a real row"
-    """It holds a NaN or an infinity only where real rows can: padding repeats real rows."""
+    PURE = "what the same function computes for a real row"
+    """Not finite only where a real row may be: padding repeats real rows."""
     FINITE = "finite numbers, if real rows and weights are"
     ANY = "anything"
 
@@ -33,27 +33,27 @@ PURE, FINITE, ANY = Pad.PURE, Pad.FINITE, Pad.ANY
 
 @dataclass(frozen=True)
 class Rows:
-    """A dim whose entries belong to rows of the share: a real one depends on no padding.
+    """A dim whose entries belong to rows of the share; those of real rows depend on no padding.
 
     Entry ``j`` belongs to row ``j // inner % share``, and the dim has ``outer * share * inner`` entries.
     """
 
     dim: int
     outer: int = 1
-    """0 where the entries do not differ along the dim, so that they are laid out in every way."""
+    """0 if the entries do not differ along the dim, so that every layout is right."""
     inner: int = 1
     pad: Any = PURE
     """The number in all entries of padding, or a ``Pad``."""
     data: bool = True
-    """Whether the entries depend on the rows of the batch, rather than on their place only."""
+    """Whether the entries depend on the batch, rather than on their index only."""
 
     @property
     def is_uniform(self) -> bool:
-        """Whether the entries do not differ along the dim."""
+        """True if the entries do not differ along the dim."""
         return self.outer == 0
 
     def has_number(self, number: float) -> bool:
-        """Whether this number stands in all entries of padding."""
+        """True if all entries of padding are this number."""
         return _is_number(self.pad, number)
 
 
@@ -62,9 +62,9 @@ class Leak:
     """Why a value may depend on the padding."""
 
     where: str
-    """The operation that mixes the rows, and the line of it."""
+    """The operation that mixes the rows, and its line."""
     certain: bool
-    """Whether it surely does, for some padding."""
+    """Whether some padding certainly changes the value."""
 
 
 @dataclass(frozen=True)
@@ -72,35 +72,35 @@ class Mark:
     """What is known of a value."""
 
     rows: tuple[Rows, ...] = ()
-    """Every dim that is longer where the share has more rows. Without any the value is clean: neither
-    the rows of padding nor their number can be seen in it."""
+    """Every dim whose length depends on the share. With none the value is clean: it depends neither on
+    padding nor on the number of rows."""
     const: Any = None
-    """The number that all entries are, where it is known."""
+    """The number that all entries are, if it is known."""
     index: int | None = None
-    """The dim of rows along which each entry is its own index."""
+    """The dim of rows along which each entry is its own index, as of ``iota``."""
     column: tuple[int, int] | None = None
-    """The place along the last dim where each entry is its index along a dim of rows, and that dim."""
-    amount: str = ""
-    """Where the number of rows, rather than of real examples, came in; empty if it did not."""
+    """The position in the last dim where each entry is its index along a dim of rows, and that dim."""
+    row_count_at: str = ""
+    """Where the number of rows, rather than of real examples, was used; empty if it was not."""
     leak: Leak | None = None
 
     def at(self, dim: int) -> Rows | None:
-        """Returns what is known of a dim, None where it holds no rows."""
+        """Returns the rows of a dim, None if it has none."""
         return next((rows for rows in self.rows if rows.dim == dim), None)
 
     @property
-    def is_wild(self) -> bool:
-        """Whether some padding may hold a NaN or an infinity where real rows do not."""
+    def may_be_nonfinite(self) -> bool:
+        """True if padding may be NaN or infinite where real rows are not."""
         return self.const is None and not all(_is_finite(r.pad) for r in self.rows)
 
     @property
     def is_clean(self) -> bool:
-        """Whether no padding can be seen in the value."""
+        """True if the value cannot depend on padding."""
         return not (self.rows or self.leak)
 
 
 def _is_finite(pad: Any) -> bool:
-    """Whether all numbers in the padding are finite where those of real rows are."""
+    """True if the padding is finite where real rows are."""
     return pad is not ANY if isinstance(pad, Pad) else bool(np.isfinite(pad))
 
 
@@ -116,31 +116,31 @@ def leaking(where: str, *, certain: bool = False) -> Mark:
     return Mark(leak=Leak(where, certain))
 
 
-class Padded(NamedTuple):
-    """What an operand holds in the padding of a dim."""
+class OperandPad(NamedTuple):
+    """The padding of an operand along a dim."""
 
     pad: Any
     is_pure: bool
-    """Whether it is what the same function gives for a real row."""
+    """Whether it is what the same function computes for a real row."""
 
     def has_number(self, number: float) -> bool:
-        """Whether it is this number."""
+        """True if it is this number."""
         return _is_number(self.pad, number)
 
 
-def operand_pad(mark: Mark, rows: Rows | None) -> Padded:
-    """Returns what an operand holds in the padding of a dim; ``rows`` is None where it lacks the dim."""
+def operand_pad(mark: Mark, rows: Rows | None) -> OperandPad:
+    """Returns the padding of an operand along a dim; ``rows`` is None if the operand lacks the dim."""
     if mark.const is not None:
-        return Padded(mark.const, True)
+        return OperandPad(mark.const, True)
     pad = PURE if rows is None else rows.pad
     if not isinstance(pad, Pad):
-        return Padded(pad, False)
-    # The same function for each row, though what stands in the padding of another dim may spoil it.
-    return Padded(ANY if mark.is_wild else pad, pad is PURE)
+        return OperandPad(pad, False)
+    # The padding of another dim may make it not finite.
+    return OperandPad(ANY if mark.may_be_nonfinite else pad, pad is PURE)
 
 
-def joined_pad(operands: Sequence[Padded]) -> Any:
-    """Returns what stands in the padding of a dim if each entry is that of one of the operands."""
+def join_pads(operands: Sequence[OperandPad]) -> Any:
+    """Returns the padding of a value whose entries are each that of one of the operands."""
     pads = [operand.pad for operand in operands]
     if all(_is_number(p, pads[0]) for p in pads):
         return pads[0]
@@ -150,48 +150,50 @@ def joined_pad(operands: Sequence[Padded]) -> Any:
 
 
 Operand = tuple[Mark, Rows | None]
-"""A mark, and what is known of one of its dims."""
+"""A mark, and the rows of one of its dims."""
 
 
-def lined_up(
+def aligned_rows(
     dim: int,
     operands: Sequence[Operand],
-    pad: Callable[[list[Padded]], Any] = joined_pad,
+    pad: Callable[[list[OperandPad]], Any] = join_pads,
     *,
     everywhere: bool = True,
 ) -> Rows:
-    """Returns the rows along a dim whose entries are computed from those in the same place of operands.
+    """Returns the rows of a dim if entry ``j`` is computed from entry ``j`` of each operand.
 
-    ``operands`` come with the dim of each that becomes this one, and ``pad`` computes what stands in the
-    padding; each operand must have the dim if it is needed ``everywhere``.
+    Each operand comes with its rows along that dim, which it may lack unless they are needed
+    ``everywhere``. ``pad`` computes the padding.
     """
     known = [rows for _, rows in operands if rows is not None]
     layouts = {(r.outer, r.inner) for r in known if not r.is_uniform}
     if len(layouts) > 1 or (everywhere and len(known) < len(operands)):
-        raise GaveUpError("rows are not in line")
+        raise UndecidedError("rows are not aligned")
     outer, inner = layouts.pop() if layouts else (0, 0)
     pads = [operand_pad(*operand) for operand in operands]
     return Rows(dim, outer, inner, pad(pads), any(r.data for r in known))
 
 
-def joined(one: Mark, other: Mark, where: str) -> Mark:
-    """Returns what is known of a value that is one of two."""
+def join(one: Mark, other: Mark, where: str) -> Mark:
+    """Returns the mark of a value that is one of two."""
     if one == other:
         return one
-    amount = one.amount or other.amount
+    row_count_at = one.row_count_at or other.row_count_at
     leak = one.leak or other.leak
     if leak is not None:
-        return Mark(leak=replace(leak, certain=False), amount=amount)
+        return Mark(leak=replace(leak, certain=False), row_count_at=row_count_at)
     dims = sorted({r.dim for r in one.rows + other.rows})
     try:
-        rows = [lined_up(dim, [(one, one.at(dim)), (other, other.at(dim))]) for dim in dims]
-    except GaveUpError:
+        rows = [aligned_rows(dim, [(one, one.at(dim)), (other, other.at(dim))]) for dim in dims]
+    except UndecidedError:
         return leaking(where)
-    return Mark(tuple(rows), one.const if one.const == other.const else None, amount=amount)
+    return Mark(
+        tuple(rows), one.const if one.const == other.const else None, row_count_at=row_count_at
+    )
 
 
 def known_number(value: Any) -> Any:
-    """Returns a number or bool as Python's, None for anything else."""
+    """Returns a scalar as a Python number or bool, None for anything else."""
     try:
         array = np.asarray(value)
         if array.ndim or array.dtype.kind == "c":
@@ -199,16 +201,12 @@ def known_number(value: Any) -> Any:
         number = array.item() if array.dtype.kind in "biuf" else float(array)
     except (TypeError, ValueError):
         return None
-    # One object, so that marks that hold it are equal.
-    return math.nan if number != number else number
+    return math.nan if number != number else number  # one NaN object, so that marks compare equal
 
 
 _LOGICAL = {
-    "and": np.logical_and,
-    "or": np.logical_or,
-    "xor": np.logical_xor,
-    "not": np.logical_not,
-}
+    "and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not,
+}  # fmt: skip
 
 _COMPUTE: dict[str, Callable[..., Any]] = {
     "neg": np.negative, "abs": np.abs, "sign": np.sign, "floor": np.floor, "ceil": np.ceil,
@@ -223,24 +221,24 @@ _COMPUTE: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 BOOLEAN = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite", "not", "and", "or", "xor"})
-"""They give no NaN, whatever goes in."""
+"""Their results are never NaN."""
 
 _TOTAL = frozenset({
     "add", "add_any", "sub", "mul", "neg", "abs", "sign", "floor", "ceil", "round", "max", "min",
     "tanh", "sin", "cos", "logistic", "erf", "square", "copy", "stop_gradient",
     "convert_element_type", "reduce_precision", "clamp", "atan2", "erfc", "atan", "asinh",
 })  # fmt: skip
-"""They give finite numbers for finite ones."""
+"""They are finite for finite operands."""
 
 _NEUTRAL: dict[str, tuple[float, bool]] = {
     "add": (0, True), "add_any": (0, True), "sub": (0, False), "mul": (1, True), "div": (1, False),
     "max": (-math.inf, True), "min": (math.inf, True),
 }  # fmt: skip
-"""The operand that changes nothing, and whether it may stand first."""
+"""The neutral operand, and whether it may be the first one."""
 
 
-def evaluated(name: str, params: Mapping[str, Any], numbers: Sequence[Any]) -> Any:
-    """Computes an operation on known numbers; None where it is not known how."""
+def evaluate(name: str, params: Mapping[str, Any], numbers: Sequence[Any]) -> Any:
+    """Computes an operation on known numbers; None if it is not known how."""
     with np.errstate(all="ignore"):
         try:
             return known_number(_computed(name, params, numbers))
@@ -259,15 +257,15 @@ def _computed(name: str, params: Mapping[str, Any], numbers: Sequence[Any]) -> A
     if name == "div":
         return np.float64(numbers[0]) / np.float64(numbers[1])
     if name in _LOGICAL and not all(isinstance(n, bool) for n in numbers):
-        return None  # of bits
+        return None  # bitwise
     return _COMPUTE[name](*numbers)
 
 
-def folded(name: str, params: Mapping[str, Any], operands: Sequence[Padded]) -> Any:
-    """Returns what an operation on each entry leaves in the padding of a dim."""
+def elementwise_pad(name: str, params: Mapping[str, Any], operands: Sequence[OperandPad]) -> Any:
+    """Returns the padding of the result of an elementwise operation."""
     pads = [operand.pad for operand in operands]
     if not any(isinstance(pad, Pad) for pad in pads):
-        number = evaluated(name, params, pads)
+        number = evaluate(name, params, pads)
         if number is not None:
             return number
     absorbed = _absorbed(name, operands)
@@ -287,8 +285,8 @@ def folded(name: str, params: Mapping[str, Any], operands: Sequence[Padded]) -> 
     return FINITE if total and all(map(_is_finite, pads)) else ANY
 
 
-def _absorbed(name: str, operands: Sequence[Padded]) -> Any:
-    """Returns the number that one operand decides alone, as zero does in a product; else None."""
+def _absorbed(name: str, operands: Sequence[OperandPad]) -> Any:
+    """Returns the result if one operand alone decides it, as zero does in a product; else None."""
     pads = [operand.pad for operand in operands]
     if name in ("and", "or"):
         decides = name == "or"
@@ -305,23 +303,23 @@ def _absorbed(name: str, operands: Sequence[Padded]) -> Any:
     return None
 
 
-_UNSEEN = {
+_IDENTITY_ELEMENTS = {
     "reduce_sum": 0, "reduce_prod": 1, "reduce_and": True, "reduce_or": False, "reduce_xor": 0,
 }  # fmt: skip
 
 
 def is_neutral(name: str, pad: Any, dtype: Any) -> bool:
-    """Returns whether a reduction does not see entries that are this number."""
+    """True if entries that are this number do not change a reduction."""
     if isinstance(pad, Pad):
         return False
     if name in ("reduce_max", "reduce_min"):
         least, most = _range(dtype)
         return bool(pad <= least if name == "reduce_max" else pad >= most)
-    return name in _UNSEEN and bool(pad == _UNSEEN[name])
+    return name in _IDENTITY_ELEMENTS and bool(pad == _IDENTITY_ELEMENTS[name])
 
 
 def _range(dtype: Any) -> tuple[Any, Any]:
-    """Returns the least and the largest number of a dtype, infinities included."""
+    """Returns the smallest and the largest number of a dtype, infinities included."""
     if np.dtype(dtype).kind == "b":
         return False, True
     if np.dtype(dtype).kind in "iu":
@@ -333,7 +331,7 @@ Shape = tuple[int, ...]
 
 
 class Pair:
-    """An equation of the step, and the same one where the shares have another length."""
+    """An equation of the step, and the same equation traced with another length of the shares."""
 
     def __init__(self, eqn: Any, other: Any, shares: tuple[int, int]) -> None:
         self.eqn, self.other, self.shares = eqn, other, shares
@@ -357,15 +355,20 @@ class Pair:
         return self.eqn.invars[index].aval.dtype
 
     def varying(self, index: int = 0) -> list[int]:
-        """Returns the dims of an output whose length differs."""
+        """Returns the dims of an output whose length depends on the share."""
         return [d for d, (a, b) in enumerate(zip(*self.out(index), strict=True)) if a != b]
 
     def params(self, key: str) -> tuple[Any, Any]:
         """Returns both values of a parameter."""
         return self.eqn.params[key], self.other.params[key]
 
+    def dims(self, key: str) -> set[int]:
+        """Returns the dims in a parameter of one or several."""
+        dims = self.eqn.params[key]
+        return set(map(int, dims if isinstance(dims, tuple) else (dims,)))
+
     def changed_params(self, allowed: Collection[str] = ()) -> bool:
-        """Returns whether a parameter other than those allowed differs."""
+        """True if a parameter other than those allowed differs."""
         two = self.other.params
         return any(
             key not in allowed and not _same(v, two.get(key)) for key, v in self.eqn.params.items()

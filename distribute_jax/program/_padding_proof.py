@@ -1,14 +1,14 @@
 """The padding proof: which outputs of a padded step cannot depend on the padding.
 
-The step is traced twice, with shares of two lengths. A pass over the equations of both programs, side
-by side, finds which dims hold rows: those whose length differs. Each value gets a mark that says what
-may stand in the padding of these dims: zero after ``where(mask, x, 0)``, for example. A reduction over
-rows is clean if it does not see what stands there; else it is a leak. A number that differs between the
-two programs is one that was computed from the length of the share, which counts padding as well.
+The step is traced twice, with shares of two lengths. An abstract interpreter of both jaxprs, side by
+side, finds which dims have rows: those whose length differs. Each value gets a mark that says what may be
+in the padding of these dims: zero after ``where(mask, x, 0)``, for example. A reduction over rows is clean
+if their padding is neutral, else it is a leak. A number that differs between the two jaxprs was computed
+from the length of the share, which counts padding.
 
-What the pass does not know may leak, so a missing rule proves nothing, and proves nothing wrong. Two
-things are assumed: that a zero times what a real row could give is zero, since padding repeats real
-rows; and that random bits may depend on how many are drawn.
+What the interpreter does not know may leak, so a missing rule never makes a false proof. Two things are
+assumed: that zero times what a real row could have is zero, since padding repeats real rows; and that
+random bits may depend on how many are drawn.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from distribute_jax.program._jaxprs import (
 )
 from distribute_jax.program._padding_marks import (
     CLEAN,
-    GaveUpError as GaveUpError,
     Leak,
     Mark,
     Pair,
     Rows,
-    joined,
+    UndecidedError,
+    join,
     known_number,
     leaking,
 )
@@ -46,62 +46,69 @@ from distribute_jax.program._result_rows import Unknown, share_sizes
 from distribute_jax.program._trace import Call, Traced
 
 
-class RefsError(GaveUpError):
-    """The program has refs, which may carry anything from anywhere to anywhere."""
+class RefsError(UndecidedError):
+    """The program has refs, through which values may flow anywhere."""
 
 
 def prove_padding(
     jaxpr: Any, other: Any, shares: tuple[int, int], in_marks: Sequence[Mark]
 ) -> list[Mark]:
-    """Returns the mark of each output of a padded step, which is clean if nothing of the padding is in it.
+    """Returns the mark of each output of a step, traced with shares of two lengths.
 
-    The step was traced with shares of two lengths; ``in_marks`` says which dims of an input hold rows.
+    An output is clean if it cannot depend on padding. ``in_marks`` says which dims of an input have rows.
+
+    Raises:
+        UndecidedError: the traces are different programs, or have refs.
     """
     return PaddingWalk(shares).run(jaxpr, other, in_marks)
 
 
+_FAILURES = (UndecidedError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""Errors of a rule for a form of the equation that it does not know, as of another JAX version."""
+
+
 class PaddingWalk:
-    """One run of the pass."""
+    """The abstract interpreter."""
 
     def __init__(self, shares: tuple[int, int]) -> None:
-        """Starts with nothing known; ``shares`` are the rows of a share in the two programs."""
+        """``shares`` are the lengths of a share in the two traces."""
         self.shares = shares
-        # Holds the bodies too, so that no id is used twice.
-        self._done: dict[Any, tuple[Any, Any, list[Mark]]] = {}
+        # Values hold the bodies, so that no id is reused.
+        self._cache: dict[Any, tuple[Any, Any, list[Mark]]] = {}
 
     def run(self, body: Any, other: Any, marks: Sequence[Mark]) -> list[Mark]:
-        """Returns the marks of the outputs of a program, given those of its inputs."""
+        """Returns the marks of the outputs of a jaxpr, given those of its inputs."""
         key = id(body), id(other), tuple(marks)
-        if key not in self._done:
-            self._done[key] = body, other, self._run(body, other, marks)
-        return self._done[key][2]
+        if key not in self._cache:
+            self._cache[key] = body, other, self._run(body, other, marks)
+        return self._cache[key][2]
 
     def _run(self, body: Any, other: Any, marks: Sequence[Mark]) -> list[Mark]:
         one, two = open_jaxpr(body), open_jaxpr(other)
         env: dict[Any, Mark] = dict(zip(one.invars, marks, strict=True))
         consts = (getattr(closed, "consts", ()) for closed in (body, other))
         for var, a, b in zip(one.constvars, *consts, strict=True):
-            env[var] = self._constant(a, b)
+            env[var] = _constant(a, b)
         partner = dict(zip(one.constvars + one.invars, two.constvars + two.invars, strict=True))
 
         def read(pair: Pair, atom: Any, twin: Any) -> Mark:
             if isinstance(atom, Literal) and isinstance(twin, Literal):
                 return _literal(pair, atom.val, twin.val)
             if isinstance(atom, Literal) or partner.get(atom) is not twin:
-                raise GaveUpError(f"{pair.where} is computed from other values")
+                raise UndecidedError(f"{pair.where} gets other operands")
             return env[atom]
 
         for eqn, twin in zip(one.eqns, two.eqns, strict=False):
             pair = Pair(eqn, twin, self.shares)
             lengths = [(len(e.invars), len(e.outvars)) for e in (eqn, twin)]
             if eqn.primitive is not twin.primitive or lengths[0] != lengths[1]:
-                raise GaveUpError(f"{pair.where} becomes another operation")
+                raise UndecidedError(f"{pair.where} becomes another operation")
             operands = [read(pair, a, b) for a, b in zip(eqn.invars, twin.invars, strict=True)]
             outs = self.apply(pair, operands)
             env.update(zip(eqn.outvars, outs, strict=True))
             partner.update(zip(eqn.outvars, twin.outvars, strict=True))
         if len(one.eqns) != len(two.eqns):
-            raise GaveUpError("the step becomes another program")
+            raise UndecidedError("the step becomes another program")
         end = Pair(None, None, self.shares)
         return [read(end, a, b) for a, b in zip(one.outvars, two.outvars, strict=True)]
 
@@ -115,54 +122,42 @@ class PaddingWalk:
             marks = rule(self, pair, marks) if rule else _computed(pair, marks)
         except RefsError:
             raise
-        except (GaveUpError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            marks = []  # a form that no rule knows, as of another JAX version
+        except _FAILURES:
+            marks = []
         if len(marks) != count:
             marks = [leaking(pair.where)] * count
         return [_checked(pair, k, mark) for k, mark in enumerate(marks)]
 
-    def _constant(self, one: Any, other: Any) -> Mark:
-        """Returns the mark of an array that the program holds."""
-        if one is other:
-            return CLEAN
-        try:
-            a, b = np.asarray(one), np.asarray(other)
-        except (TypeError, ValueError):
-            return leaking("a constant")
-        if a.shape != b.shape:
-            return leaking("a constant")
-        return CLEAN if _equal(a, b) else Mark(amount="a constant")
-
 
 def _computed(pair: Pair, marks: list[Mark]) -> list[Mark]:
-    """Applies the rule of a primitive that has no body, and notes where numbers of rows come in."""
+    """Applies the rule of a primitive without a body, and notes where the number of rows is used."""
     count = len(pair.eqn.outvars)
     chosen = pair.name == "select_n" and marks[0].const is not None
     used = [marks[0], marks[1 + int(marks[0].const)]] if chosen else marks
-    amount = next((mark.amount for mark in used if mark.amount), "")
+    row_count_at = next((mark.row_count_at for mark in used if mark.row_count_at), "")
     leaks = [mark.leak for mark in used if mark.leak]
     rule = RULES.get(pair.name)
     if leaks:
         stays = rule is not None and _carries(pair, marks)
         leak = Leak(leaks[0].where, leaks[0].certain and len(leaks) == 1 and stays)
-        return [Mark(leak=leak, amount=amount)] * count
+        return [Mark(leak=leak, row_count_at=row_count_at)] * count
     varies = any(map(pair.varying, range(count)))
     if all(mark.is_clean for mark in marks) and not varies and pair.name != "select_n":
         changed = pair.changed_params()
-        amount = amount or (pair.where if changed else "")
+        row_count_at = row_count_at or (pair.where if changed else "")
         if rule is None or changed or any(mark.const is None for mark in marks):
-            return [Mark(amount=amount)] * count
+            return [Mark(row_count_at=row_count_at)] * count
     if rule is None:
         return []
     if pair.changed_params(allowed=_OF_SHAPES):
-        amount = amount or pair.where
+        row_count_at = row_count_at or pair.where
     outs = rule(pair, marks)
     outs = [outs] * count if isinstance(outs, Mark) else outs
-    return [_with_amount(out, amount) for out in outs]
+    return [_with_row_count(out, row_count_at) for out in outs]
 
 
 def _checked(pair: Pair, index: int, out: Mark) -> Mark:
-    """Turns a mark into a leak unless it speaks of exactly the dims whose length differs."""
+    """Returns the mark if it has exactly the dims whose length differs, else a leak."""
     if out.leak is not None:
         return out
     sizes, others = pair.out(index)
@@ -175,22 +170,32 @@ def _checked(pair: Pair, index: int, out: Mark) -> Mark:
     return out if fits else leaking(pair.where)
 
 
+def _constant(one: Any, other: Any) -> Mark:
+    if one is other or _equal(one, other):
+        return CLEAN
+    try:
+        same_shape = np.asarray(one).shape == np.asarray(other).shape
+    except (TypeError, ValueError):  # such as keys
+        same_shape = False
+    return Mark(row_count_at="a constant") if same_shape else leaking("a constant")
+
+
 def _literal(pair: Pair, one: Any, other: Any) -> Mark:
     number = known_number(one)
     if number is not None and number == known_number(other):
         return Mark(const=number)
-    return CLEAN if _equal(one, other) else Mark(amount=pair.where)
+    return CLEAN if _equal(one, other) else Mark(row_count_at=pair.where)
 
 
 _OF_SHAPES = frozenset({
     "shape", "new_sizes", "sizes", "slice_sizes", "start_indices", "limit_indices",
     "padding_config", "sharding", "out_sharding",
 })  # fmt: skip
-"""Parameters that follow the shapes; the rules look at them."""
+"""Parameters that follow the shapes; rules check them."""
 
 
 def _carries(pair: Pair, marks: Sequence[Mark]) -> bool:
-    """Returns whether what leaks from one operand is surely seen in the result."""
+    """True if a leak of one operand certainly reaches the result."""
     if pair.name == "select_n":
         which, *cases = marks
         seen = [k for k, case in enumerate(cases) if case.leak]
@@ -205,8 +210,8 @@ def _carries(pair: Pair, marks: Sequence[Mark]) -> bool:
     return pair.name in CARRIES
 
 
-def _with_amount(out: Mark, amount: str) -> Mark:
-    return replace(out, amount=amount) if amount and not out.amount else out
+def _with_row_count(out: Mark, row_count_at: str) -> Mark:
+    return replace(out, row_count_at=row_count_at) if row_count_at and not out.row_count_at else out
 
 
 def _fits(rows: Rows, sizes: Any, others: Any, shares: tuple[int, int]) -> bool:
@@ -233,29 +238,29 @@ def call(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
 
 
 def identities(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
-    """Values pass through, and do not mix."""
+    """Each output is one operand."""
     return marks
 
 
 def cond(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
-    """Which branch ran shows in every output."""
+    """Every output depends on the predicate."""
     index, *operands = marks
     if not index.is_clean:
         return [_decided(pair, index)] * len(pair.eqn.outvars)
     branches = zip(pair.eqn.params["branches"], pair.other.params["branches"], strict=True)
     first, *others = (walk.run(one, two, operands) for one, two in branches)
     for outs in others:
-        first = [joined(a, b, pair.where) for a, b in zip(first, outs, strict=True)]
-    return [_with_amount(out, index.amount) for out in first]
+        first = [join(a, b, pair.where) for a, b in zip(first, outs, strict=True)]
+    return [_with_row_count(out, index.row_count_at) for out in first]
 
 
 def _decided(pair: Pair, decides: Mark) -> Mark:
-    """Returns the mark of what runs, or not, as a value says in which padding may be seen."""
+    """Returns the mark of the outputs if the deciding value may depend on padding."""
     return leaking(decides.leak.where if decides.leak else pair.where)
 
 
 def scan(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
-    """The body runs until the marks of the carries stop changing; rows are not what it runs over."""
+    """The body is interpreted until the marks of the carries stop changing; it cannot scan over rows."""
     body, other = pair.eqn.params["jaxpr"], pair.other.params["jaxpr"]
     start, num_carry = consts_and_carries(pair.eqn)
     if start < 0 or pair.eqn.params["length"] != pair.other.params["length"]:
@@ -264,7 +269,7 @@ def scan(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
     carries = marks[start : start + num_carry]
     while True:
         outs = walk.run(body, other, [*marks[:start], *carries, *scanned])
-        grown = [joined(a, b, pair.where) for a, b in zip(carries, outs, strict=False)]
+        grown = [join(a, b, pair.where) for a, b in zip(carries, outs, strict=False)]
         if grown == carries:
             break
         carries = grown
@@ -272,13 +277,13 @@ def scan(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
 
 
 def _shifted(mark: Mark, by: int) -> Mark:
-    """Returns the mark of an array with one dim more, or less, in front."""
+    """Returns the mark of an array with one leading dim more, or less."""
     rows = tuple(replace(r, dim=r.dim + by) for r in mark.rows)
     return replace(mark, rows=rows, index=None, column=None)
 
 
 def while_loop(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
-    """The carries are known if rows do not decide how often the body runs."""
+    """The carries are known if the trip count does not depend on rows."""
     one, two = pair.eqn.params, pair.other.params
     tests, bodies = one["cond_nconsts"], one["body_nconsts"]
     start = tests + bodies
@@ -288,9 +293,9 @@ def while_loop(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
         if not more.is_clean:
             return [_decided(pair, more)] * len(carries)
         outs = walk.run(one["body_jaxpr"], two["body_jaxpr"], [*marks[tests:start], *carries])
-        grown = [joined(a, b, pair.where) for a, b in zip(carries, outs, strict=True)]
+        grown = [join(a, b, pair.where) for a, b in zip(carries, outs, strict=True)]
         if grown == carries:
-            return [_with_amount(mark, more.amount) for mark in carries]
+            return [_with_row_count(mark, more.row_count_at) for mark in carries]
         carries = grown
 
 
@@ -306,14 +311,14 @@ STRUCTURE: dict[str, Structure] = {
     "scan": scan,
     "while": while_loop,
 }
-"""The rules of primitives that pass values on, by name."""
+"""The rules of identities, calls and control flow, by name."""
 
 
-Seen = tuple[str, Leak]
+def padding_leaks(call: Call, entry: BoundProgram, larger: Traced | str) -> list[tuple[str, Leak]]:
+    """Returns the name and leak of each output that may depend on padding.
 
-
-def seen_padding(call: Call, entry: BoundProgram, larger: Traced | str) -> list[Seen]:
-    """Returns the outputs in which padding may be seen, with where it comes in; an empty name is the step."""
+    ``larger`` is the trace with a longer share, or why there is none. An empty name means the whole step.
+    """
     if isinstance(larger, str):
         return [("", Leak(f"it could not be traced with more rows ({larger})", False))]
     traced = entry.program.traced
@@ -324,7 +329,7 @@ def seen_padding(call: Call, entry: BoundProgram, larger: Traced | str) -> list[
         marks = prove_padding(
             traced.jaxpr, larger.jaxpr, share_sizes(call), _input_marks(call, traced)
         )
-    except GaveUpError as error:
+    except UndecidedError as error:
         return [("", Leak(str(error), False))]
     names = entry.output_names()
     leaks = ((names[k], _leak_of(call, entry, k, mark)) for k, mark in enumerate(marks))
@@ -341,20 +346,21 @@ def _input_marks(call: Call, traced: Traced) -> list[Mark]:
 
 
 def _leak_of(call: Call, entry: BoundProgram, output: int, mark: Mark) -> Leak | None:
-    """Returns why padding may be seen in an output, None where it is not."""
+    """Returns why an output may depend on padding, None if it cannot."""
     result = output - entry.state_size
     rows = False if result < 0 else (entry.program.per_example or ())[result]
     if isinstance(rows, Unknown):
-        return None  # nobody can read it
+        return None  # reading it is an error
     if mark.leak is not None:
         return mark.leak
-    if mark.amount:
-        return Leak(f"the number of rows of a share, at {mark.amount}", False)
+    if mark.row_count_at:
+        return Leak(f"the number of rows of a share, at {mark.row_count_at}", False)
     if not mark.rows:
         return None
-    if rows is False or [r.dim for r in mark.rows] != [0]:
-        return Leak("all rows of a share", False)
-    [along] = mark.rows
-    cut = along.is_uniform or (along.outer, along.inner) == (1, 1)
-    mirrored = entry.program.plan.mirrored[result] and num_replicas(call.mesh) > 1
-    return None if cut and not (mirrored and along.data) else Leak("all rows of a share", False)
+    if rows is not False and [r.dim for r in mark.rows] == [0]:
+        [along] = mark.rows
+        can_be_cut = along.is_uniform or (along.outer, along.inner) == (1, 1)
+        mirrored = entry.program.plan.mirrored[result] and num_replicas(call.mesh) > 1
+        if can_be_cut and not (mirrored and along.data):
+            return None
+    return Leak("all rows of a share", False)

@@ -1,7 +1,7 @@
-"""What each operation on arrays does to rows and to what stands in their padding.
+"""Transfer rules of the padding proof for operations on arrays, by primitive.
 
-A rule gets the marks of the operands, none of which leaks, and returns the mark of the output, or one for
-each of several. It fails for a form of the operation that it does not know, which then may leak.
+A rule gets the marks of the operands, none of which leaks, and returns the mark of the output, or a list of
+several. It fails for a form of the operation that it does not know, which then may leak.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from distribute_jax.program._padding_marks import (
     CLEAN,
     FINITE,
     PURE,
-    GaveUpError,
     Mark,
     Operand,
+    OperandPad,
     Pad,
-    Padded,
     Pair,
     Rows,
     Rule,
-    folded,
+    UndecidedError,
+    aligned_rows,
+    elementwise_pad,
     is_neutral,
-    joined_pad,
+    join_pads,
     leaking,
-    lined_up,
     operand_pad,
 )
 
@@ -38,33 +38,33 @@ from distribute_jax.program._padding_marks import (
 
 
 def reduce(pair: Pair, marks: list[Mark]) -> Mark:
-    """Rows may be reduced if the reduction does not see what stands in their padding."""
-    mark, axes = marks[0], {int(a) for a in pair.eqn.params["axes"]}
-    amount = ""
+    """Rows may be reduced if their padding is neutral."""
+    mark, axes = marks[0], pair.dims("axes")
+    row_count_at = ""
     for r in mark.rows:
         if r.dim not in axes or is_neutral(pair.name, r.pad, pair.dtype()):
             continue
         if r.data and isinstance(r.pad, Pad):
             certain = r.pad is PURE and pair.name in ("reduce_sum", "reduce_prod")
             return leaking(pair.where, certain=certain)
-        amount = pair.where
+        row_count_at = pair.where
     kept = tuple(r for r in mark.rows if r.dim not in axes)
-    # What stands in padding that the reduction does not see spoils nothing.
-    seen = mark if amount else Mark(kept, mark.const)
+    # Padding that is neutral, or of rows that are gone, makes nothing nonfinite.
+    seen = mark if row_count_at else Mark(kept, mark.const)
     pads = [_reduced_pad(pair.name, operand_pad(seen, r)) for r in kept]
     rows = tuple(replace(r, pad=pad) for r, pad in zip(kept, pads, strict=True))
-    return replace(shapes.without_dims(pair, Mark(rows), axes), amount=amount)
+    return replace(shapes.without_dims(pair, Mark(rows), axes), row_count_at=row_count_at)
 
 
-def _reduced_pad(operation: str, padded: Padded) -> Any:
+def _reduced_pad(operation: str, padded: OperandPad) -> Any:
     if operation in ("reduce_max", "reduce_min", "reduce_and", "reduce_or"):
         return PURE if padded.is_pure else padded.pad
     return _computed_pad([padded], keeps_zero=operation in ("reduce_sum", "reduce_prod"))
 
 
-def _computed_pad(pads: Sequence[Padded], *, keeps_zero: bool = False) -> Any:
-    """Returns what stands in the padding after a function that keeps finite numbers finite."""
-    pad = joined_pad(pads)
+def _computed_pad(pads: Sequence[OperandPad], *, keeps_zero: bool = False) -> Any:
+    """Returns the padding after a function that is finite for finite operands."""
+    pad = join_pads(pads)
     if keeps_zero and all(padded.has_number(0) for padded in pads):
         return 0
     if all(padded.is_pure for padded in pads):
@@ -75,12 +75,11 @@ def _computed_pad(pads: Sequence[Padded], *, keeps_zero: bool = False) -> Any:
 
 
 def along(key: str, *, linear: bool = False) -> Rule:
-    """Makes the rule of an operation along dims that hold no rows, which keeps all dims."""
+    """Returns the rule of an operation that keeps all dims, and works along some without rows."""
 
     def rule(pair: Pair, marks: list[Mark]) -> Mark:
-        axes = pair.eqn.params[key]
-        if set(axes if isinstance(axes, tuple) else [axes]) & set(pair.varying()):
-            raise GaveUpError("along rows")
+        if pair.dims(key) & {*pair.varying()}:
+            raise UndecidedError("along rows")
         pad = functools.partial(_computed_pad, keeps_zero=linear)
         return Mark(shapes.in_place(pair, marks, pad))
 
@@ -95,14 +94,14 @@ _SUMS_OF_WINDOWS = ("reduce_window_sum", "select_and_scatter_add", "select_and_g
 
 
 def windows(pair: Pair, marks: list[Mark]) -> Mark:
-    """Pooling: windows of one row each."""
+    """Pooling, with windows of one row."""
     sizes = [(pair.eqn.params.get(key), plain) for key, plain in _PLAIN_WINDOW.items()]
     if any(size and size[dim] != plain for dim in pair.varying() for size, plain in sizes):
-        raise GaveUpError("windows of several rows")
-    tame = pair.name in _SUMS_OF_WINDOWS and not any(mark.is_wild for mark in marks)
+        raise UndecidedError("windows of several rows")
+    keeps_zero = pair.name in _SUMS_OF_WINDOWS and not any(mark.may_be_nonfinite for mark in marks)
 
-    def pad(pads: list[Padded]) -> Any:
-        return 0 if tame and pads[0].has_number(0) else _computed_pad(pads)
+    def pad(pads: list[OperandPad]) -> Any:
+        return 0 if keeps_zero and pads[0].has_number(0) else _computed_pad(pads)
 
     return Mark(shapes.in_place(pair, marks, pad))
 
@@ -111,7 +110,7 @@ def windows(pair: Pair, marks: list[Mark]) -> Mark:
 
 
 def dot_general(pair: Pair, marks: list[Mark]) -> Mark:
-    """Sums of products: over rows only where one factor is zero in the padding."""
+    """Rows may be contracted if one factor is zero in the padding."""
     contract, batch = pair.eqn.params["dimension_numbers"]
     rows = [(a, b, k) for k, (a, b) in enumerate(zip(*batch, strict=True))]
     free = [
@@ -133,48 +132,48 @@ def products(
 ) -> Mark:
     """Returns the mark of sums of products of two arrays.
 
-    Over the ``contracted`` dims of both is summed; ``batch`` ones come with that of the result, and so does a
-    ``free`` one, after the number of its factor.
+    ``contracted`` has pairs of dims that are summed over; ``batch`` pairs of dims with that of the result;
+    ``free`` the position of a factor, its dim, and the dim of the result.
     """
     one, two = marks
     rows: list[Rows] = []
-    amount = ""
+    row_count_at = ""
     for a, b in contracted:
         summed = _summed_products(pair, (one, one.at(a)), (two, two.at(b)))
         if summed.leak:
             return summed
-        amount = amount or summed.amount
+        row_count_at = row_count_at or summed.row_count_at
     for a, b, new in batch:
         if one.at(a) or two.at(b):
-            rows.append(lined_up(new, [(one, one.at(a)), (two, two.at(b))], _product_pad))
+            rows.append(aligned_rows(new, [(one, one.at(a)), (two, two.at(b))], _product_pad))
     for side, dim, new in free:
         if old := marks[side].at(dim):
             operands: list[Operand] = [(marks[side], old), (marks[1 - side], None)]
-            rows.append(lined_up(new, operands, _product_pad, everywhere=False))
-    return Mark(tuple(sorted(rows, key=lambda r: r.dim)), amount=amount)
+            rows.append(aligned_rows(new, operands, _product_pad, everywhere=False))
+    return Mark(tuple(sorted(rows, key=lambda r: r.dim)), row_count_at=row_count_at)
 
 
 def _summed_products(pair: Pair, left: Operand, right: Operand) -> Mark:
-    """Returns what is seen of a dim of each factor in the sum over both: nothing, if it is clean."""
+    """Returns the mark of a sum over one dim of each factor."""
     if left[1] is None and right[1] is None:
         return CLEAN
-    rows = lined_up(0, [left, right], functools.partial(folded, "mul", {}))
+    rows = aligned_rows(0, [left, right], functools.partial(elementwise_pad, "mul", {}))
     if rows.has_number(0):
         return CLEAN
     pads = [operand_pad(*left), operand_pad(*right)]
     certain = all(p.is_pure for p in pads)
     if rows.data and (certain or any(isinstance(p.pad, Pad) for p in pads)):
         return leaking(pair.where, certain=certain)
-    return Mark(amount=pair.where)
+    return Mark(row_count_at=pair.where)
 
 
-def _product_pad(pads: Sequence[Padded]) -> Any:
-    pad = folded("mul", {}, pads)
-    return pad if isinstance(pad, Pad) or pad == 0 else _computed_pad([Padded(pad, False)])
+def _product_pad(pads: Sequence[OperandPad]) -> Any:
+    pad = elementwise_pad("mul", {}, pads)
+    return pad if isinstance(pad, Pad) or pad == 0 else _computed_pad([OperandPad(pad, False)])
 
 
 def convolution(pair: Pair, marks: list[Mark]) -> Mark:
-    """A product over the features, for each example."""
+    """A contraction of features, for each example."""
     params, [image, kernel] = pair.eqn.params, marks
     numbers = params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
@@ -184,19 +183,19 @@ def convolution(pair: Pair, marks: list[Mark]) -> Mark:
     if params["batch_group_count"] != 1:
         mixed += [image.at(lhs[0]), kernel.at(rhs[0])]
     if any(mixed):
-        raise GaveUpError("a window over rows")
+        raise UndecidedError("a window over rows")
     return products(pair, marks, [(lhs[1], rhs[1])], [], [(0, lhs[0], out[0]), (1, rhs[0], out[1])])
 
 
-# Looking up and scattering
+# Gather and scatter
 
 
 def gather(pair: Pair, marks: list[Mark]) -> Mark:
-    """Looked up in a table, or for each row in that row."""
+    """Reads from a table without rows, or for each row from that row."""
     numbers, (operand, indices) = pair.eqn.params["dimension_numbers"], marks
     sizes, lengths = pair.params("slice_sizes"), pair.operand(0)
     dims = range(len(lengths[0]))
-    lined = _lined_dims(
+    aligned = _aligned_dims(
         numbers.operand_batching_dims, numbers.start_indices_batching_dims,
         numbers.start_index_map, numbers.collapsed_slice_dims, marks,
     )  # fmt: skip
@@ -208,79 +207,79 @@ def gather(pair: Pair, marks: list[Mark]) -> Mark:
         rows = operand.at(dim)
         if rows is None:
             if sizes[0][dim] != sizes[1][dim]:
-                raise GaveUpError("a window of another size")
+                raise UndecidedError("a window that depends on the share")
             continue
         complete = all(s[dim] == length[dim] for s, length in zip(sizes, lengths, strict=True))
-        if dim in lined:
-            operands_of.setdefault(batch[lined[dim]], []).append((operand, rows))
+        if dim in aligned:
+            operands_of.setdefault(batch[aligned[dim]], []).append((operand, rows))
         elif dim in windows and complete and dim not in numbers.start_index_map:
             operands_of.setdefault(windows[dim], []).append((operand, rows))
         else:
-            raise GaveUpError("some rows")
+            raise UndecidedError("some rows")
     for rows in indices.rows:
         operands_of.setdefault(batch[rows.dim], []).append((indices, rows))
 
-    def pad(from_operand: bool, pads: list[Padded]) -> Any:
-        if operand.is_wild:
+    def pad(from_operand: bool, pads: list[OperandPad]) -> Any:
+        if operand.may_be_nonfinite:
             return ANY
-        if from_operand and pads[0].has_number(0) and not indices.is_wild:
+        if from_operand and pads[0].has_number(0) and not indices.may_be_nonfinite:
             return 0
         return PURE if all(p.is_pure for p in pads) else ANY
 
     return Mark(
         tuple(
-            lined_up(dim, operands, functools.partial(pad, operands[0][0] is operand))
+            aligned_rows(dim, operands, functools.partial(pad, operands[0][0] is operand))
             for dim, operands in sorted(operands_of.items())
         )
     )
 
 
-def _lined_dims(
+def _aligned_dims(
     batching: Sequence[int],
     batching_indices: Sequence[int],
-    looked_up: Sequence[int],
-    single: Sequence[int],
+    indexed: Sequence[int],
+    collapsed: Sequence[int],
     marks: Sequence[Mark],
 ) -> dict[int, int]:
-    """Returns the dims of an operand that are in line with the indices, each with that dim of theirs."""
+    """Returns the dims of the operand whose index is that of a dim of the indices, with that dim."""
     operand, indices = marks[:2]
-    lined = dict(zip(batching, batching_indices, strict=True))
-    if indices.column is not None and indices.column[0] < len(looked_up):
-        dim = looked_up[indices.column[0]]
-        if dim in single and operand.at(dim) is not None:
-            lined[dim] = indices.column[1]
-    return lined
+    aligned = dict(zip(batching, batching_indices, strict=True))
+    if indices.column is not None and indices.column[0] < len(indexed):
+        dim = indexed[indices.column[0]]
+        if dim in collapsed and operand.at(dim) is not None:
+            aligned[dim] = indices.column[1]
+    return aligned
 
 
 def scatter(pair: Pair, marks: list[Mark]) -> Mark:
-    """Rows are written to their own row, or zeros of padding are added to a table."""
+    """Each row is written to the same row, or padding adds zeros to a table."""
     numbers, (operand, indices, updates) = pair.eqn.params["dimension_numbers"], marks
     adds = pair.name == "scatter-add"
     windows = list(numbers.update_window_dims)
     batch = [d for d in range(len(pair.operand(2)[0])) if d not in windows]
-    lined = _lined_dims(
+    aligned = _aligned_dims(
         numbers.operand_batching_dims, numbers.scatter_indices_batching_dims,
         numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims, marks,
     )  # fmt: skip
     inserted = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     dims = [d for d in range(len(pair.operand(0)[0])) if d not in inserted]
     places = dict(zip(dims, windows, strict=True))
-    places |= {dim: batch[at] for dim, at in lined.items()}
+    places |= {dim: batch[at] for dim, at in aligned.items()}
 
-    def pad(pads: list[Padded]) -> Any:
+    def pad(pads: list[OperandPad]) -> Any:
         if adds and all(p.has_number(0) for p in pads):
             return 0
-        pure = all(p.is_pure for p in pads) and not indices.is_wild
-        return PURE if pure else joined_pad(pads)
+        pure = all(p.is_pure for p in pads) and not indices.may_be_nonfinite
+        return PURE if pure else join_pads(pads)
 
     rows = []
     for r in operand.rows:
-        if r.dim in numbers.scatter_dims_to_operand_dims and r.dim not in lined:
-            raise GaveUpError("some rows")
-        rows.append(lined_up(r.dim, [(operand, r), (updates, updates.at(places[r.dim]))], pad))
-    met = {places[r.dim] for r in operand.rows}
+        if r.dim in numbers.scatter_dims_to_operand_dims and r.dim not in aligned:
+            raise UndecidedError("some rows")
+        rows.append(aligned_rows(r.dim, [(operand, r), (updates, updates.at(places[r.dim]))], pad))
+    written = {places[r.dim] for r in operand.rows}
     for r in updates.rows:
-        if r.dim not in met and not (adds and r.has_number(0)):
+        if r.dim not in written and not (adds and r.has_number(0)):
             counted = any(i.data and i.pad is PURE for i in indices.rows) and r.pad is not ANY
             return leaking(pair.where, certain=adds and counted)
     return Mark(tuple(rows))
@@ -290,9 +289,9 @@ def scatter(pair: Pair, marks: list[Mark]) -> Mark:
 
 
 def psum(pair: Pair, marks: list[Mark]) -> list[Mark]:
-    """The rows of all replicas are mixed, each with those in the same place."""
+    """Each row is summed with the rows of the other replicas at the same index."""
     if any(isinstance(axis, int) for axis in pair.eqn.params["axes"]):
-        raise GaveUpError("a sum over a dim as well")
+        raise UndecidedError("a sum over a dim as well")
     outs = []
     for mark in marks:
         if all(r.has_number(0) for r in mark.rows):
@@ -315,7 +314,7 @@ ELEMENTWISE = (
     "tanh", "xor", "zeta", "threefry2x32", "random_seed", "random_wrap", "random_unwrap",
     "bitcast_convert_type", "mulhi", "log2", "one_minus_square", "polynomial",
 )  # fmt: skip
-"""The primitives of which each entry of the result is computed from those in the same place."""
+"""Primitives whose entries are computed from those at the same index."""
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, shapes.elementwise),
@@ -323,10 +322,10 @@ RULES: dict[str, Rule] = {
     "broadcast_in_dim": shapes.broadcast,
     "reshape": shapes.reshape,
     "transpose": shapes.transpose,
-    "squeeze": shapes.squeeze,
+    "squeeze": shapes.removing("dimensions"),
     "concatenate": shapes.concatenate,
     "stack": shapes.stack,
-    "unstack": shapes.unstack,
+    "unstack": shapes.removing("axis"),
     "slice": shapes.slice_,
     "split": shapes.split,
     "pad": shapes.pad,
@@ -351,11 +350,11 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("scatter", "scatter-add"), scatter),
     **dict.fromkeys(("psum", "psum_invariant"), psum),
 }
-"""The rule of each primitive that has one, by the primitive's name."""
+"""The rules by the primitive's name."""
 
 CARRIES = frozenset({
     "add", "add_any", "sub", "mul", "div", "neg", "copy", "sqrt", "exp", "log", "log1p",
     "expm1", "square", "integer_pow", "rsqrt", "reshape", "broadcast_in_dim", "transpose", "squeeze",
     "reduce_sum", "dot_general", "psum", "psum_invariant", "concatenate", "stop_gradient",
 })  # fmt: skip
-"""Operations whose result surely shows what leaks into one operand, as far as numbers go."""
+"""Operations whose result certainly depends on what leaks into one operand, except for particular numbers."""

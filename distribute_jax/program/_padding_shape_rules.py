@@ -1,4 +1,4 @@
-"""What operations on each entry, and on shapes, do to rows and to what stands in their padding."""
+"""Rules of the padding proof for elementwise operations and for operations on shapes."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from distribute_jax.program._padding_marks import (
     ANY,
     FINITE,
     PURE,
-    GaveUpError,
     Mark,
+    OperandPad,
     Pad,
-    Padded,
     Pair,
     Rows,
+    Rule,
     Shape,
-    evaluated,
-    folded,
-    joined_pad,
-    lined_up,
+    UndecidedError,
+    aligned_rows,
+    elementwise_pad,
+    evaluate,
+    join_pads,
     operand_pad,
 )
 
-_KEEPING = ("convert_element_type", "copy", "stop_gradient")
+_IDENTITIES = ("convert_element_type", "copy", "stop_gradient")
 
 
 def in_place(
     pair: Pair,
     marks: Sequence[Mark],
-    pad: Callable[[list[Padded]], Any] = joined_pad,
+    pad: Callable[[list[OperandPad]], Any] = join_pads,
     *,
     everywhere: bool = True,
     output: int = 0,
 ) -> tuple[Rows, ...]:
-    """Returns the rows of an output whose entries are computed from those in the same place."""
+    """Returns the rows of an output whose entries are computed from those at the same index."""
     return tuple(
-        lined_up(dim, [(mark, mark.at(dim)) for mark in marks], pad, everywhere=everywhere)
+        aligned_rows(dim, [(mark, mark.at(dim)) for mark in marks], pad, everywhere=everywhere)
         for dim in pair.varying(output)
     )
 
@@ -48,27 +49,26 @@ def _uniform(dims: Iterable[int], pad: Any) -> tuple[Rows, ...]:
     return tuple(Rows(dim, 0, 0, pad, data=False) for dim in dims)
 
 
-# Operations on each entry
+# Elementwise operations
 
 
 def elementwise(pair: Pair, marks: list[Mark]) -> Mark:
-    """Each entry is computed from those in the same place, and from scalars."""
+    """Each entry is computed from those at the same index, and from scalars."""
     params = pair.eqn.params
     consts = [mark.const for mark in marks]
-    const = None if any(c is None for c in consts) else evaluated(pair.name, params, consts)
+    const = None if any(c is None for c in consts) else evaluate(pair.name, params, consts)
     if const is None and pair.name in ("lt", "ge") and marks[0].index is not None:
         below = not isinstance(marks[1].const, bool) and marks[1].const == 0
         const = (pair.name == "ge") if below else None
-    index = marks[0].index if pair.name in _KEEPING else None
-    column = marks[0].column if pair.name in _KEEPING else None
+    index, column = (marks[0].index, marks[0].column) if pair.name in _IDENTITIES else (None, None)
     if const is not None:
         return Mark(_uniform(pair.varying(), const), const, index, column)
-    pad = functools.partial(folded, pair.name, params)
+    pad = functools.partial(elementwise_pad, pair.name, params)
     return Mark(in_place(pair, marks, pad, everywhere=False), None, index, column)
 
 
 def select(pair: Pair, marks: list[Mark]) -> Mark:
-    """``select_n``: a mask of rows decides what stands in the padding."""
+    """``select_n``: a mask of rows decides which case is in the padding."""
     which, *cases = marks
     if which.const is not None and int(which.const) < len(cases):
         return cases[int(which.const)]
@@ -76,17 +76,17 @@ def select(pair: Pair, marks: list[Mark]) -> Mark:
     for dim in pair.varying():
         operands = [(mark, mark.at(dim)) for mark in marks]
         pad = functools.partial(_selected_pad, [case.at(dim) for case in cases])
-        rows.append(lined_up(dim, operands, pad, everywhere=False))
+        rows.append(aligned_rows(dim, operands, pad, everywhere=False))
     return Mark(tuple(rows))
 
 
-def _selected_pad(cases: list[Rows | None], pads: list[Padded]) -> Any:
+def _selected_pad(cases: list[Rows | None], pads: list[OperandPad]) -> Any:
     decided, *values = pads
     if isinstance(decided.pad, Pad) or decided.is_pure:
-        pad = joined_pad(values)
+        pad = join_pads(values)
         return FINITE if pad is PURE and not decided.is_pure else pad
     rows, pad = cases[int(decided.pad)], values[int(decided.pad)].pad
-    # No real row need hold what only stands in the padding.
+    # What is selected for padding only need not be what any real row has.
     return ANY if pad is PURE and (rows is None or not rows.data) else pad
 
 
@@ -94,7 +94,7 @@ def _selected_pad(cases: list[Rows | None], pads: list[Padded]) -> Any:
 
 
 def broadcast(pair: Pair, marks: list[Mark]) -> Mark:
-    """Dims are added, along which the entries do not differ."""
+    """New dims are uniform."""
     mark, places = marks[0], [int(d) for d in pair.eqn.params["broadcast_dimensions"]]
     rows: list[Rows] = []
     for dim in pair.varying():
@@ -106,9 +106,9 @@ def broadcast(pair: Pair, marks: list[Mark]) -> Mark:
 
 
 def reshape(pair: Pair, marks: list[Mark]) -> Mark:
-    """Dims are merged and taken apart; rows stay rows if each keeps the same stride."""
+    """Rows stay rows if they keep their stride."""
     if pair.eqn.params.get("dimensions") is not None:
-        raise GaveUpError("a transpose as well")
+        raise UndecidedError("transposed as well")
     [mark] = marks
     if mark.const is not None:
         return Mark(_uniform(pair.varying(), mark.const), mark.const)
@@ -119,7 +119,7 @@ def reshape(pair: Pair, marks: list[Mark]) -> Mark:
 
 
 def _reshaped(rows: Rows, pair: Pair) -> Rows:
-    """Returns the rows along the dim of the new shape that they are in."""
+    """Returns the rows along the dim of the new shape that has them."""
     if rows.is_uniform:
         rows = replace(rows, outer=1, inner=pair.operand(0)[0][rows.dim] // pair.shares[0])
     for dim in pair.varying():
@@ -127,7 +127,7 @@ def _reshaped(rows: Rows, pair: Pair) -> Rows:
         layouts = {_layout_along(dim, rows, *size) for size in sizes}
         if len(layouts) == 1 and (layout := layouts.pop()) is not None:
             return replace(rows, dim=dim, outer=layout[0], inner=layout[1])
-    raise GaveUpError("rows along no dim")
+    raise UndecidedError("rows along no dim")
 
 
 def _layout_along(
@@ -141,24 +141,19 @@ def _layout_along(
 
 
 def transpose(pair: Pair, marks: list[Mark]) -> Mark:
-    """Dims change places."""
+    """Dims are permuted."""
     order = [int(d) for d in pair.eqn.params["permutation"]]
     return _moved(marks[0], {old: new for new, old in enumerate(order)})
 
 
-def squeeze(pair: Pair, marks: list[Mark]) -> Mark:
-    """Dims of size 1 go."""
-    return without_dims(pair, marks[0], {int(d) for d in pair.eqn.params["dimensions"]})
+def removing(key: str) -> Rule:
+    """Returns the rule of an operation that removes dims without rows, such as ``squeeze``."""
+    return lambda pair, marks: without_dims(pair, marks[0], pair.dims(key))
 
 
-def unstack(pair: Pair, marks: list[Mark]) -> Mark:
-    """Parts along a dim that holds no rows."""
-    return without_dims(pair, marks[0], {pair.eqn.params["axis"]})
-
-
-def without_dims(pair: Pair, mark: Mark, gone: Collection[int]) -> Mark:
-    """Returns the mark of the first operand without dims that hold no rows."""
-    kept = [d for d in range(len(pair.operand(0)[0])) if d not in gone]
+def without_dims(pair: Pair, mark: Mark, removed: Collection[int]) -> Mark:
+    """Returns the mark of the first operand without some dims, which must not have rows."""
+    kept = [d for d in range(len(pair.operand(0)[0])) if d not in removed]
     return _moved(mark, {old: new for new, old in enumerate(kept)})
 
 
@@ -172,11 +167,11 @@ def concatenate(pair: Pair, marks: list[Mark]) -> Mark:
     along = pair.eqn.params["dimension"]
     column = _column(pair, marks, along)
 
-    def pad(pads: list[Padded]) -> Any:
-        if column is not None:  # the index of a row of padding is as good as any
+    def pad(pads: list[OperandPad]) -> Any:
+        if column is not None:  # the index of a row of padding is as valid as any
             others = [p for p, mark in zip(pads, marks, strict=True) if mark.index is None]
             pads = others or pads
-        return joined_pad(pads)
+        return join_pads(pads)
 
     rows = []
     for dim in pair.varying():
@@ -185,12 +180,12 @@ def concatenate(pair: Pair, marks: list[Mark]) -> Mark:
             [inner] = {r.inner for r in parts if r and not r.is_uniform} or {1}
             outer = pair.out()[0][dim] // (pair.shares[0] * inner)
             parts = [r and replace(r, outer=outer, inner=inner) for r in parts]
-        rows.append(lined_up(dim, list(zip(marks, parts, strict=True)), pad))
+        rows.append(aligned_rows(dim, list(zip(marks, parts, strict=True)), pad))
     return Mark(tuple(rows), column=column)
 
 
 def _column(pair: Pair, marks: Sequence[Mark], along: int) -> tuple[int, int] | None:
-    """Returns which entry along the last dim is the index of its row, as ``x[arange, y]`` makes it."""
+    """Returns the ``column`` of indices that are stacked for ``x[arange, y]``; None for others."""
     if along != len(pair.out()[0]) - 1:
         return None
     for k, mark in enumerate(marks):
@@ -203,14 +198,14 @@ def stack(pair: Pair, marks: list[Mark]) -> Mark:
     """Arrays of the same rows along a new dim."""
     axis = pair.eqn.params["axis"]
     if axis in pair.varying():
-        raise GaveUpError("as many arrays as rows")
+        raise UndecidedError("as many arrays as rows")
     places = [(dim, dim - (dim > axis)) for dim in pair.varying()]
-    rows = [lined_up(dim, [(mark, mark.at(old)) for mark in marks]) for dim, old in places]
+    rows = [aligned_rows(dim, [(mark, mark.at(old)) for mark in marks]) for dim, old in places]
     return Mark(tuple(rows))
 
 
 def slice_(pair: Pair, marks: list[Mark]) -> Mark:
-    """All rows, or whole shares of rows, are kept; what is cut is cut from other dims."""
+    """All rows, or complete shares, are kept; other dims may be cut."""
     starts, limits = pair.params("start_indices"), pair.params("limit_indices")
     strides = pair.eqn.params["strides"] or (1,) * len(starts[0])
     rows: list[Rows] = []
@@ -235,7 +230,7 @@ def split(pair: Pair, marks: list[Mark]) -> list[Mark]:
 def _cut_rows(
     pair: Pair, rows: Rows | None, sizes: Sequence[int], cut: Sequence[tuple[int, int]], stride: int
 ) -> list[Rows]:
-    """Returns the rows of a slice along a dim; an empty list if it holds no rows, or none any more."""
+    """Returns the rows of a slice along a dim; an empty list if it has none, or none are left."""
     if rows is None and cut[0] == cut[1]:
         return []
     if rows is not None and stride == 1:
@@ -250,11 +245,11 @@ def _cut_rows(
         [((first, rest), (last, more))] = blocks
         if not rest and not more:
             return [replace(rows, outer=last - first)]
-    raise GaveUpError("some rows")
+    raise UndecidedError("some rows")
 
 
 def pad(pair: Pair, marks: list[Mark]) -> Mark:
-    """A border is added: along rows only whole shares, as the gradient of a slice of them does."""
+    """Along rows only complete shares are added, as by the gradient of a slice of shares."""
     mark, value = marks
     configs = pair.params("padding_config")
     rows = []
@@ -263,12 +258,12 @@ def pad(pair: Pair, marks: list[Mark]) -> Mark:
         if old is not None:
             rows.append(_bordered(pair, old, config))
         elif config[0] != config[1]:
-            raise GaveUpError("a border of another size")
+            raise UndecidedError("a border that depends on the share")
     if all(tuple(c) == (0, 0, 0) for c in configs[0]):
         return Mark(tuple(rows), mark.const)
     border = operand_pad(value, None)
-    border = Padded(border.pad, False) if mark.const is None else border
-    pads = [joined_pad([operand_pad(mark, r), border]) for r in rows]
+    border = OperandPad(border.pad, False) if mark.const is None else border
+    pads = [join_pads([operand_pad(mark, r), border]) for r in rows]
     const = mark.const if mark.const == value.const else None
     return Mark(tuple(replace(r, pad=p) for r, p in zip(rows, pads, strict=True)), const)
 
@@ -284,32 +279,32 @@ def _bordered(pair: Pair, rows: Rows, config: Sequence[Any]) -> Rows:
         block = share * inner
         uneven = low % block or high % block or shape[rows.dim] % block
         if interior or uneven or low < 0 or high < 0:
-            raise GaveUpError("a border of some rows")
+            raise UndecidedError("a border of some rows")
         outers.add((low + high + shape[rows.dim]) // block)
     [outer] = outers
     return replace(rows, outer=outer, inner=inner)
 
 
 def dynamic_slice(pair: Pair, marks: list[Mark]) -> Mark:
-    """All rows are kept; the place of the slice along other dims does not depend on rows."""
+    """All rows are kept; along other dims the size does not depend on the share."""
     mark, sizes = marks[0], pair.params("slice_sizes")
     for dim, lengths in enumerate(zip(*pair.operand(0), strict=True)):
         size = (sizes[0][dim], sizes[1][dim])
         if (size != lengths) if mark.at(dim) else (size[0] != size[1]):
-            raise GaveUpError("some rows")
+            raise UndecidedError("some rows")
     return Mark(mark.rows, mark.const)
 
 
 def dynamic_update_slice(pair: Pair, marks: list[Mark]) -> Mark:
-    """Rows are written to the same rows."""
+    """Rows replace the same rows."""
     (shape, _), (update, _) = pair.operand(0), pair.operand(1)
     if any(update[dim] != shape[dim] for dim in pair.varying()):
-        raise GaveUpError("some rows")
+        raise UndecidedError("some rows")
     return Mark(in_place(pair, marks[:2]))
 
 
 def iota(pair: Pair, marks: list[Mark]) -> Mark:
-    """Numbers that count along one dim."""
+    """Indices along one dim."""
     along = pair.eqn.params["dimension"]
     rows = []
     for dim in pair.varying():
@@ -319,7 +314,7 @@ def iota(pair: Pair, marks: list[Mark]) -> Mark:
 
 
 def random_bits(pair: Pair, marks: list[Mark]) -> Mark:
-    """Numbers drawn for each row, or with the key of each row."""
+    """Random numbers for each row, or drawn with a key of each row."""
     rows = []
     for dim in pair.varying():
         inner = pair.out()[0][dim] // pair.shares[0]
@@ -330,5 +325,5 @@ def random_bits(pair: Pair, marks: list[Mark]) -> Mark:
 def real_rows(pair: Pair, marks: list[Mark]) -> Mark:
     """The mask of a partial batch."""
     if len(pair.out()[0]) != 1:
-        raise GaveUpError("a mask of several dims")
+        raise UndecidedError("a mask of several dims")
     return Mark((Rows(0, 1, 1, False, data=False),))

@@ -1,4 +1,4 @@
-"""What the marks of a step show besides: it is logged once, or, where a number would be wrong, an error."""
+"""Likely mistakes in a traced step: logged once, or an error where a metric would certainly be wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FOLD = (
 )
 _SEEDED = (
     "The step seeds random numbers at %s and draws the same ones on every replica, as is right for weights. "
-    "Where replicas should draw other ones, as for dropout, make the stream before run, under "
+    "If each replica should draw others, as for dropout, make the stream before run, under "
     f"strategy.scope(), or {_FOLD}"
 )
 _EQUAL_ROWS = (
@@ -43,8 +43,8 @@ _EQUAL_ROWS = (
 )
 _REPEATED = (
     "No argument of the step is distributed, so all %s replicas compute the same from %s, and what they "
-    "combine%s is equal on all of them. Pass a batch of strategy.distribute_dataset: each replica computes "
-    "its share of it."
+    "combine%s is equal on all of them. Pass a batch of strategy.distribute_dataset, of which each replica "
+    "computes its share."
 )
 _PART_IN_CALLBACK = (
     "The callback at %s gets what compute_average_loss returned at %s, which is this replica's part of the "
@@ -52,24 +52,20 @@ _PART_IN_CALLBACK = (
     "dj.get_replica_context().all_reduce('sum', loss)."
 )
 _PART_IN_STATE = (
-    "%s adds up what compute_average_loss returned at %s beside other state. That is this replica's part of "
-    "the mean: divided by a count that each replica adds to, it is %s times too small. Add the losses of the "
-    "examples instead, or the sum over the replicas, dj.get_replica_context().all_reduce('sum', loss)."
+    "%s adds up what compute_average_loss returned at %s, and has other state. That loss is this replica's "
+    "part of the mean: divided by a count that each replica adds to, it is %s times too small. Add the "
+    "losses of the examples, or the sum over the replicas, dj.get_replica_context().all_reduce('sum', loss)."
 )
 _PART_IN_METRIC = """\
 {metric} ({kind}) averages what compute_average_loss returned at {line}. That is this replica's part of the \
 mean over the global batch, so the metric would be {replicas} times too small. Update it with one loss for \
 each example, as metrics.update(loss=losses), or with the sum over the replicas, \
 dj.get_replica_context().all_reduce("sum", loss)."""
-
-
 _OLD_VALUES = (
     "%s is written as its old value plus something, which its aggregation sums over the replicas: the old "
-    "value counts %s times, as with TensorFlow's assign. To add to it what each replica has, write "
+    "value counts %s times, as with TensorFlow's assign. To add what each replica has, write "
     "v.assign_add(value)."
 )
-
-
 _LOST = (
     "The step computes a new value of %s at %s, and does not use it. A new state, as of "
     "state.apply_gradients(grads=grads), is lost unless the step returns it: "
@@ -78,17 +74,17 @@ _LOST = (
 
 
 class Notice(NamedTuple):
-    """Something that is logged once."""
+    """A warning that is logged once for each object or line."""
 
     text: str
     named: tuple[str, ...]
-    """What the text speaks of."""
+    """The arguments of the text."""
     about: Any
-    """The object, or line, that is spoken of once."""
+    """The object or line."""
 
     @property
     def key(self) -> tuple[str, Any]:
-        """Equal for notices of which one is logged."""
+        """Only the first of several notices with equal keys is logged."""
         about = self.about
         return self.text, about if isinstance(about, str) else id(about)
 
@@ -100,9 +96,10 @@ def remarks(
     combine: Sequence[Combine],
     options: RunOptions,
 ) -> tuple[tuple[Notice, ...], tuple[bool, ...]]:
-    """Looks for numbers that are N times too small, drawn or computed equally on every replica.
+    """Returns warnings about a step, and for each array of its result whether it is a part of a mean.
 
-    Returns what is logged once, and for each array of the result whether it is a part of a mean.
+    Raises:
+        ArgumentError: a metric averages parts of a mean.
     """
     parts = parts_of_means(traced.jaxpr, num_replicas(call.mesh))
     notices = list(_equal_notices(call, traced, in_marks, combine))
@@ -119,7 +116,7 @@ def remarks(
 
 
 def _lost_updates(traced: Traced, marks: Sequence[Mark]) -> Iterator[Notice]:
-    """Looks for an argument plus what the replicas combined, as of a new state, that has no effect."""
+    """Warns of an argument plus a reduced value, as of a new state, that no output depends on."""
     jaxpr, first = traced.jaxpr.jaxpr, traced.sizes[0]
     inputs = list(zip(jaxpr.invars, traced.input_names, marks, strict=False))
     names = {var: name for var, name, mark in inputs[first:] if not mark}
@@ -139,7 +136,7 @@ def _lost_updates(traced: Traced, marks: Sequence[Mark]) -> Iterator[Notice]:
 
 
 def _summed_old_values(call: Call, traced: Traced) -> Iterator[Notice]:
-    """Looks for ``v[...] += x`` of a variable that sums what is written."""
+    """Warns of ``v[...] += x`` for a variable whose aggregation is SUM."""
     for output, (variable, name, old, _) in enumerate(state_outputs(call, traced)):
         is_summed = isinstance(variable, Variable) and variable.aggregation is _SUM
         if is_summed and is_sum_of_old(traced.jaxpr.jaxpr, output, old):
@@ -149,7 +146,7 @@ def _summed_old_values(call: Call, traced: Traced) -> Iterator[Notice]:
 def _equal_notices(
     call: Call, traced: Traced, in_marks: Sequence[Mark], combine: Sequence[Combine]
 ) -> Iterator[Notice]:
-    """Looks for equal draws, and for a forgotten ``distribute_dataset``."""
+    """Warns of equal random numbers on all replicas, and of a forgotten ``distribute_dataset``."""
     distributed = [x for x in call.arguments.data if isinstance(x, PerReplica)]
     batches = [] if distributed else list(_batches(call, traced))
     rows = [x.part_shape[0] for x in distributed if x.layout is Layout.JOINED]
@@ -172,7 +169,7 @@ def _equal_notices(
 
 
 def _batches(call: Call, traced: Traced) -> Iterator[str]:
-    """Names the arrays of several rows among the arguments that the step does not return new values of."""
+    """Names the array arguments that look like batches: with rows, and not returned with new values."""
     template, outs = traced.results, traced.jaxpr.jaxpr.outvars
     first = len(outs) - len(template.names)
     returned = {(var.aval.shape, str(var.aval.dtype)) for var in outs[first:]}
@@ -190,7 +187,7 @@ def _batches(call: Call, traced: Traced) -> Iterator[str]:
 def _parts_in_state(
     call: Call, traced: Traced, parts: Parts, combine: Sequence[Combine]
 ) -> Iterator[Notice]:
-    """Raises where a metric averages parts of means; notices other state that may."""
+    """Raises if a metric averages parts of means; warns of other state that may."""
     binding, replicas = call.binding, num_replicas(call.mesh)
     nodes = dict(zip(binding.node_names, binding.nodes, strict=True))
     written: dict[str, list[tuple[str, frozenset[Part]]]] = {}
@@ -218,15 +215,15 @@ def _parts_in_state(
             yield Notice(_PART_IN_STATE, (owner or "The step", lines[0], str(replicas)), lines[0])
 
 
-# The walks: what comes of parts of means, of equal batches, and of equal keys
+# The interpreter of the proof with other marks: for parts of means, equal batches, and equal keys
 
 _CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
-_SPREADS = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
-_KEEPS = _SPREADS | {
+_SHAPES = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
+_KEEPS = _SHAPES | {
     "add", "add_any", "concatenate", "copy", "neg", "optimization_barrier",
     "reduce_sum", "select_n", "stop_gradient", "sub", "transpose",
 }  # fmt: skip
-"""Operations after which a part is still a part."""
+"""Operations after which a part of a mean is still a part."""
 
 
 class Part(str):
@@ -236,7 +233,7 @@ class Part(str):
 
 
 class ScaledPart(Part):
-    """The mark of what was computed from a part, and may have been made whole by that."""
+    """The mark of a value computed from a part, which may be a complete mean by that."""
 
     __slots__ = ()
 
@@ -249,7 +246,7 @@ class _Constant(str):
 
 @dataclass(frozen=True)
 class Parts:
-    """What became of the parts of means."""
+    """Where the parts of means in a program end up."""
 
     outputs: list[frozenset[Part]]
     """For each output of the program, the parts in it."""
@@ -258,14 +255,14 @@ class Parts:
 
 
 class _RemarkWalk(Walk):
-    """The pass of the proof with other marks, after it was proved that no collective may hang."""
+    """Ignores collectives, for which the proof has passed."""
 
     def meet(self, eqn: Any, control: Control) -> None:
-        """Lets every collective be."""
+        """Does nothing."""
 
 
 def parts_of_means(jaxpr: Any, replicas: int) -> Parts | None:
-    """Follows what ``compute_average_loss`` returns; None in a program that does not call it."""
+    """Follows the results of ``compute_average_loss``; None if the program does not call it."""
     if not any(eqn.primitive is part_of_mean_p for eqn in equations(jaxpr.jaxpr)):
         return None
     walk = _PartWalk(replicas)
@@ -274,34 +271,34 @@ def parts_of_means(jaxpr: Any, replicas: int) -> Parts | None:
 
 
 class _PartWalk(_RemarkWalk):
-    """The pass of the proof, which sums take the marks from, with marks for parts."""
+    """Marks parts of means; a sum over the replicas clears the mark."""
 
     def __init__(self, axis_size: int) -> None:
         super().__init__(axis_size)
         self.callbacks: set[tuple[str, str]] = set()
 
     def apply(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
-        """Marks parts, and drops the mark where an operation has made them something else."""
         name = eqn.primitive.name
         if eqn.primitive is part_of_mean_p:
             return Outcome([frozenset({Part(line(eqn))})])
         if name == "cross_device_sum" or names_axis(eqn, DATA):
             return Outcome([MIRRORED] * len(eqn.outvars))
-        if not any(marks) and name not in RULES and name not in _SPREADS:
+        if not any(marks) and name not in RULES and name not in _SHAPES:
             return Outcome([MIRRORED] * len(eqn.outvars))
         parts = _parts(union(marks))
         if name in _CALLBACKS:
             self.callbacks |= {(line(eqn), str(p)) for p in parts if not isinstance(p, ScaledPart)}
-        if name in _SPREADS and len(eqn.invars) == 1 and not parts:
-            return Outcome([_spread(eqn.invars[0], marks[0])])
+        if name in _SHAPES and len(eqn.invars) == 1 and not parts:
+            number = _number(eqn.invars[0], marks[0])
+            return Outcome([MIRRORED if number is None else frozenset({_Constant(number)})])
         outcome = super().apply(eqn, marks, control)
         if name in RULES:
             return outcome
-        kept = self._kept(name, eqn, marks) if parts else MIRRORED
-        real = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.outvars]
-        return Outcome([kept if is_real else MIRRORED for is_real in real], outcome.writes)
+        mark = self._mark_of_parts(name, eqn, marks) if parts else MIRRORED
+        floating = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.outvars]
+        return Outcome([mark if is_float else MIRRORED for is_float in floating], outcome.writes)
 
-    def _kept(self, name: str, eqn: Any, marks: list[Mark]) -> Mark:
+    def _mark_of_parts(self, name: str, eqn: Any, marks: list[Mark]) -> Mark:
         parts = _parts(union(marks))
         if name in _KEEPS:
             return parts
@@ -310,7 +307,7 @@ class _PartWalk(_RemarkWalk):
             factor = factors[1] if factors[1] is not None or name == "div" else factors[0]
             if factor is not None and _parts(marks[0]) != _parts(marks[1]):
                 scale = abs(1 / factor if name == "div" and factor else factor)
-                # Times the replicas or the batch it is whole; times 0.1 it is a part of a sum of losses.
+                # Times the replicas or the batch it is complete; times 0.1 it is a term of a sum of losses.
                 return parts if scale < 2 else MIRRORED
         return frozenset(ScaledPart(part) for part in parts)
 
@@ -319,13 +316,8 @@ def _parts(mark: Mark) -> frozenset[Part]:
     return frozenset(word for word in mark if isinstance(word, Part))
 
 
-def _spread(atom: Any, mark: Mark) -> Mark:
-    number = _number(atom, mark)
-    return MIRRORED if number is None else frozenset({_Constant(number)})
-
-
 def _number(atom: Any, mark: Mark) -> float | None:
-    """Returns the number that all elements are, where that is known."""
+    """Returns the number that all elements are, if it is known."""
     if isinstance(atom, jex_core.Literal) and np.isrealobj(atom.val):
         return float(atom.val) if np.ndim(atom.val) == 0 else None
     if len(mark) == 1 and isinstance(word := next(iter(mark)), _Constant):
@@ -336,35 +328,35 @@ def _number(atom: Any, mark: Mark) -> float | None:
 _DRAWING = frozenset({"random_bits", "random_gamma", "rng_bit_generator"})
 
 _STREAM: Mark = frozenset({"a random stream"})
-"""The mark of random streams, and of all that is computed from them: they draw what they draw."""
+"""The mark of random streams, and of all that is computed from them."""
 
 
 class _Seed(str):
-    """The mark of what was made from a seed and nothing that differs: the line of the seed."""
+    """The mark of a value computed from a seed and nothing that differs: the line of the seed."""
 
     __slots__ = ()
 
 
 class _EqualWalk(_RemarkWalk):
-    """Notes what the replicas draw, and combine, although it is equal on all of them."""
+    """Finds random numbers that are equal on all replicas, and collectives of equal values."""
 
     def __init__(self, replicas: int, rows: int) -> None:
-        """Takes the rows of a replica's share of the batch; 0 where there is none."""
+        """``rows`` is the length of a share of the batch, 0 if there is no batch."""
         super().__init__(replicas)
         self.rows = rows
         self.seeds: set[str] = set()
         """The lines that seed a key with which every replica then draws the same numbers."""
         self.draws: set[str] = set()
-        """Those that draw a number for each row with a key from outside, equal on all replicas."""
-        self._around: list[Any] = []
+        """The lines that draw a number for each row with a mirrored key from outside the step."""
+        self._enclosing: list[Any] = []
         self._operands = MIRRORED
         self._reductions: dict[int, tuple[Any, Mark]] = {}
 
     def apply(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
-        """Keeps the mark of streams on all that they go into, as on keys with the replica id."""
+        # A value from a stream keeps its mark alone, also after the replica id is folded in.
         marks = [_STREAM if mark >= _STREAM else mark for mark in marks]
         self._operands = mark = union(marks)
-        self._around.append(eqn)
+        self._enclosing.append(eqn)
         try:
             if eqn.primitive.name == "random_seed" and not mark:
                 return Outcome([frozenset({_Seed(self._line())})])
@@ -376,24 +368,24 @@ class _EqualWalk(_RemarkWalk):
                     self.draws.add(self._line())
             outcome = super().apply(eqn, marks, control)
         finally:
-            self._around.pop()
+            self._enclosing.pop()
         outs = [_STREAM if mark >= _STREAM else mark for mark in outcome.outs]
         return Outcome(outs, outcome.writes)
 
     def _line(self) -> str:
-        """Returns the user's line: that of the call where JAX has traced the function."""
-        known = (user_line(eqn) for eqn in reversed(self._around))
+        """Returns the user's line, which is that of a call if JAX itself traced the function."""
+        known = (user_line(eqn) for eqn in reversed(self._enclosing))
         return next(filter(None, known), "an unknown line")
 
     def meet(self, eqn: Any, control: Control) -> None:
-        """Notes the collective, with all that it ever gets: loops are walked again."""
+        """Notes the collective, with all marks that it gets while loops are walked again."""
         _, before = self._reductions.get(id(eqn), (eqn, MIRRORED))
         self._reductions[id(eqn)] = eqn, union([before, self._operands])
 
     def equal_reductions(self) -> list[str] | None:
-        """Returns the lines of collectives, or None where one gets something else on each replica.
+        """Returns the lines of collectives, or None if an operand of one differs between replicas.
 
-        What is random on each replica, as by dropout, counts as equal: the examples are.
+        Random numbers of each replica, as for dropout, count as equal, since the examples are.
         """
         marks = [mark for _, mark in self._reductions.values()]
         if any(word not in _STREAM and not isinstance(word, _Seed) for m in marks for word in m):

@@ -1,4 +1,4 @@
-"""Results of a padded batch, cut to the real rows: which have one row for each example, and how many."""
+"""Results of a padded batch: which have one row for each example, and are cut to the real rows."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from distribute_jax.program._trace import Call, Traced, batch_share, trace
 
 @dataclass(frozen=True)
 class Unknown:
-    """A result of which it could not be found out whether it has one row for each example."""
+    """It is not known whether a result has one row for each example."""
 
     text: str
-    """What to tell who reads it."""
+    """The message for code that reads the result."""
     is_resized: bool
-    """Whether its shape depends on the batch in another way; else the step could not be traced again."""
+    """True if its shape depends on the batch in another way; False if the step could not be traced again."""
 
 
 def per_example_results(
     call: Call, entry: BoundProgram, larger: Traced | str | None = None
 ) -> tuple[Any, ...]:
-    """Finds out which results have one row for each example, by tracing at another batch size."""
+    """Returns for each result whether it has one row for each example, as True, False or ``Unknown``.
+
+    It is found by tracing the step at another batch size.
+    """
     results = entry.program.results
     shapes = _result_shapes(entry.program.traced, entry.state_size)
     larger = traced_larger(call) if larger is None else larger
@@ -44,7 +47,7 @@ def per_example_results(
 
 
 def traced_larger(call: Call) -> Traced | str:
-    """Traces a step with larger shares of the batch; where that fails, returns why."""
+    """Traces a step with larger shares of the batch; returns the reason if that fails."""
     share, larger = share_sizes(call)
 
     def longer(value: Any) -> Any:
@@ -56,22 +59,22 @@ def traced_larger(call: Call) -> Traced | str:
 
     try:
         return trace(call, list(map(longer, call.arguments.data)))
-    except Exception as error:  # the user's code may not work at another size
+    except Exception as error:  # the step may not accept another size
         return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
 
 
 def share_sizes(call: Call) -> tuple[int, int]:
-    """Returns the rows of a share, and those with which the step is traced to compare.
+    """Returns the length of a share, and the other one with which the step is traced.
 
-    A share that a step splits, into microbatches or over the cores of a replica, can be split the same
-    way when it is three times as long, and hardly a number that is made of its length stays the same.
+    Three times the length can be divided where the length can, as into microbatches, and hardly any number
+    that is computed from the length stays the same.
     """
     share = batch_share(call.arguments, shares(call))
     return share, 3 * share if share else cores_per_replica(call.mesh)
 
 
 def find_non_batched_results(call: Call, entry: BoundProgram) -> list[str]:
-    """Names the results that have another shape than one row for each example, as far as it is known."""
+    """Names the results that certainly do not have one row for each example."""
     if entry.program.per_example is None:
         entry.program.per_example = per_example_results(call, entry)
     return [
@@ -82,7 +85,7 @@ def find_non_batched_results(call: Call, entry: BoundProgram) -> list[str]:
 
 
 def _is_per_example(name: str, shape: Any, other: Any, rows: tuple[int, int]) -> Any:
-    """Compares two shapes of a result; ``other`` is the reason where there is no second one."""
+    """Compares two shapes of a result; ``other`` is a reason if there is no second one."""
     if not shape or shape == other:
         return False
     is_resized = not isinstance(other, str)
@@ -109,7 +112,7 @@ def shares(call: Call) -> list[Any]:
 
 
 def wrap_partial(call: Call, entry: BoundProgram, arrays: Sequence[Any]) -> Any:
-    """Turns the result's arrays into the result that the user sees, without the padding."""
+    """Returns the user's result from its arrays, without the padding."""
     program, counts = entry.program, call.arguments.counts or ()
     wrapped: list[Any] = []
     for array, mirrored, part, rows in zip(

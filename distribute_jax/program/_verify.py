@@ -1,4 +1,4 @@
-"""Equal by check: the step on all replicas against the step on one device with the whole batch."""
+"""``verify``: compares the step on all replicas with the step on one device with the whole batch."""
 
 from __future__ import annotations
 
@@ -64,34 +64,33 @@ from distribute_jax.program._verify_outputs import (
 _UNEQUAL = """\
 The step on {replicas} replicas is not the step on one device with the whole batch:
 {lines}
-A distributed step must give what one device gives, to rounding. The state is as before the call.{hint}"""
+A distributed step must equal the step on one device, to rounding. The state is as before the call.{hint}"""
 
 _PAIRS = """
-Gradients are right in two ways: all_reduce("sum", gradients) of a loss by \
-dj.compute_average_loss(losses), or all_reduce("mean", gradients) of a mean over this replica's examples. \
-dj.Optimizer sums by itself, so that its loss is the first. Where the step divides by the number of \
-replicas, let it ask for it: dj.get_replica_context().num_replicas_in_sync."""
+Use all_reduce("sum", gradients) with a loss by dj.compute_average_loss(losses), or \
+all_reduce("mean", gradients) with a mean over this replica's examples. dj.Optimizer sums by itself, so it \
+needs the first loss. A step that divides by the number of replicas must read it from \
+dj.get_replica_context().num_replicas_in_sync."""
 
-_UNASKED = """
-Where the step is meant to differ from one device, as with a loss over pairs of one replica's examples: \
+_MEANT = """
+If the step is meant to differ from one device, as with a loss over pairs of one replica's examples: \
 strategy.run(..., options=dj.RunOptions(verify="off"))."""
 
 _RANDOM = (
     "\nThe step draws random numbers, which differ on each replica, so it cannot be equal: check it "
-    "with the dropout off (model.eval())."
+    "with dropout off (model.eval())."
 )
 
-
 _EXACT = 1e-9
-"""The relative difference that sums in another order make in float64, and more."""
+"""More than the relative difference that sums in another order make in float64."""
 _NUDGES = (1, -1, 2, -2, 3, -3, 4, -4)
-"""By how many times their last digit the inputs are changed, one after the other."""
+"""By how many units in the last place the inputs are changed, one after the other."""
 
 results_are_parts: ContextVar[bool] = ContextVar("distribute_jax_results_are_parts", default=False)
-"""Whether what the replicas return is summed, as by ``fit``."""
+"""Whether the results of the replicas are summed, as by ``fit``."""
 
 _MEAN = (
-    "%s returned %s, a mean over the examples of each replica. What the replicas return is summed, so that "
+    "%s returned %s, a mean over the examples of each replica. The results of the replicas are summed, so "
     "it is reported %s times too large: return this replica's part, dj.compute_average_loss(values) of one "
     "value for each example."
 )
@@ -106,31 +105,29 @@ _log = logging.getLogger("distribute_jax")
 
 
 def verify(call: Call, entry: BoundProgram, values: Sequence[Any], options: RunOptions) -> bool:
-    """Runs the step both ways from copies of the state, and raises where they differ.
+    """Runs the step both ways from copies of the state, and raises if they differ.
 
-    With ``verify="auto"`` only a step for which that is sure to tell something is compared. Returns whether
-    it is enough to have compared this call.
+    With ``verify="auto"`` a step is compared only if a difference is certainly an error. Returns whether the
+    step needs no further comparison.
     """
     if num_replicas(call.mesh) == 1:
         return True
     flat = entry.flat_inputs(values, call.arguments)
     if options.verify == "auto":
-        return not options.check_sync or _verify_unasked(call, entry, values, flat)
+        return not options.check_sync or _verify_auto(call, entry, values, flat)
     comparison = _Comparison(call, entry, values, flat)
     check_copies(entry, comparison.outs)
     lines, small = comparison.differences()
     if lines:
         raise _not_equal(entry, call, lines)
-    comparison.note_means()
+    comparison.log_means()
     if small and options.verify not in entry.program.verified:
         _log.warning(_TOO_SMALL, entry.step, listed(small))
     return True
 
 
-def _verify_unasked(
-    call: Call, entry: BoundProgram, values: Sequence[Any], flat: list[Any]
-) -> bool:
-    """Compares what a training step leaves behind; one that cannot be compared passes."""
+def _verify_auto(call: Call, entry: BoundProgram, values: Sequence[Any], flat: list[Any]) -> bool:
+    """Compares the state after a training step; a step that cannot be compared passes."""
     try:
         chosen = compared_outputs(call, entry, flat)
         if not chosen:
@@ -139,16 +136,16 @@ def _verify_unasked(
         lines, _ = comparison.differences()
         if lines and scales_by_number(call, entry, comparison.single):
             return True
-    except Exception as error:  # the user's code, or the devices, may not take the whole batch
+    except Exception as error:  # the step may not accept the whole batch, or not fit on one device
         _log.debug("%s is not compared with one device: %r", entry.step, error)
         return True
     if not lines:
-        comparison.note_means()
+        comparison.log_means()
         return comparison.has_changed
     if call.arguments.counts is not None and entry.program.padding is None:
-        # Padding that is seen is the nearer cause.
+        # A padding leak would be the more precise error.
         run_checked_for_leaks(call, entry, values, copied(flat))
-    raise _not_equal(entry, call, lines, _UNASKED)
+    raise _not_equal(entry, call, lines, _MEANT)
 
 
 def _not_equal(entry: BoundProgram, call: Call, lines: list[str], hint: str = "") -> NotEqualError:
@@ -159,20 +156,20 @@ def _not_equal(entry: BoundProgram, call: Call, lines: list[str], hint: str = ""
 
 
 class _Outcomes(NamedTuple):
-    """What a step gives in both ways, at one precision."""
+    """The outputs of a step both ways, at one precision."""
 
     run: Callable[[list[Any]], list[Any]]
     """The program of all replicas."""
     flat: list[Any]
     """Its inputs."""
     before: list[Any]
-    """What each output is the new value of; 0 where it is of nothing."""
+    """The old value of each output; 0 if it has none."""
     many: list[Any]
     one: list[Any]
 
 
 _Differing = dict[int, tuple[Verdict, str]]
-"""The verdict on each output that is not equal, by index, and what to say of it."""
+"""The verdict on each output that is not equal, by index, and a line for the message."""
 
 
 class _Comparison:
@@ -186,15 +183,18 @@ class _Comparison:
         flat: list[Any],
         chosen: Sequence[int] | None = None,
     ) -> None:
-        """Runs the step both ways; ``chosen`` are the outputs to compare: all, and strictly, by default."""
+        """Runs the step both ways.
+
+        ``chosen`` are the outputs to compare; None compares all outputs, and every entry of them.
+        """
         entry.check_readable(flat)
-        self.call, self.entry, self._every = call, entry, chosen is None
+        self.call, self.entry, self._strict = call, entry, chosen is None
         self._replicas = num_replicas(call.mesh)
         self.chosen = chosen = every_output(entry) if chosen is None else chosen
         self._old = _old_inputs(call, entry)
         self._spacing = coarsest(entry.program.traced.jaxpr.jaxpr)
         self.outs = entry.execute(copied(flat))
-        # A scope's mesh has all replicas, and JAX refuses another beside it.
+        # JAX refuses a second mesh within the scope of the mesh of all replicas.
         with outside_mesh(), components_on(entry.binding, first_replica(call.mesh)):
             self._single_call, self.single = _on_one_device(call, entry)
             self._single_flat = self.single.flat_inputs(values, self._single_call.arguments)
@@ -209,14 +209,14 @@ class _Comparison:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the step changed any floating number that is compared."""
+        """True if the step changed a floating-point output that is compared."""
         _, _, before, many, _ = self._native
         floating = [k for k in self.chosen if spacing_of(many[k])]
         pairs = ((_old_on_host(before[k], many[k]), on_host(many[k])) for k in floating)
         return not all(exactly_equal(old, new) for old, new in pairs)
 
-    def note_means(self) -> None:
-        """Logs once each number that is a mean on every replica, where their sum is taken."""
+    def log_means(self) -> None:
+        """Logs once each scalar result that is a mean, where the results are summed."""
         _, _, _, many, one = self._native
         for k, name in enumerate(self.entry.output_names() if results_are_parts.get() else []):
             if k < self.entry.state_size or one[k].shape or many[k].shape[:1] != (self._replicas,):
@@ -228,19 +228,19 @@ class _Comparison:
                 )
 
     def differences(self) -> tuple[list[str], list[str]]:
-        """Returns a line for each output that differs, and for each that changed too little to tell.
+        """Returns a line for each output that differs, and for each that changed too little to compare.
 
-        What the step's own precision does not show to be equal is compared in float64. Differences
-        no larger than those that rounding of the inputs makes are ignored.
+        Outputs that are not equal at the step's precision are compared in float64. Differences no larger
+        than those from rounding the inputs are ignored.
         """
         differing = self._underived(self._judged(self._native, self.chosen))
         if differing:
-            # A few entries of a large array, as of a gradient near 0, may be rounding: that costs no program.
+            # Often a few entries, such as gradients near 0, are rounding. Nudging compiles no program.
             near = [self._nudged(self._native, times) for times in _NUDGES[:2]]
             differing = self._judged(self._native, differing, near=near)
             noise = [k for k, (verdict, _) in differing.items() if verdict is Verdict.NOISE]
-            if not self._every and 2 * len(noise) < len(self.chosen):
-                # Its own precision has no more to tell of them, and the others show what the step does.
+            if not self._strict and 2 * len(noise) < len(self.chosen):
+                # This precision shows no more of them, and the other outputs are enough.
                 differing = {k: seen for k, seen in differing.items() if k not in noise}
             differing = self._underived(differing)
         if not differing:
@@ -248,27 +248,28 @@ class _Comparison:
         try:
             with jax.enable_x64(True):
                 exact = self._in_float64()
-                left = self._apart(exact, differing, _EXACT, 8 * self._spacing)
-                if 2 * len(left) < len(self.chosen):
-                    left = self._apart(self._with_inexact_terms(exact), left, _EXACT, _EXACT)
-                far = self._judged(exact, left, OTHER_ORDER, only=Verdict.UNEQUAL)
-            # What is far apart in float64 alone says that some operation has another meaning there.
+                unequal = self._unequal(exact, differing, _EXACT, 8 * self._spacing)
+                if 2 * len(unequal) < len(self.chosen):
+                    inexact = self._with_inexact_terms(exact)
+                    unequal = self._unequal(inexact, unequal, _EXACT, _EXACT)
+                far = self._judged(exact, unequal, OTHER_ORDER, only=Verdict.UNEQUAL)
+            # If they are far apart in float64 only, some operation means something else there.
             seen = self._judged(self._native, far, OTHER_ORDER)
-            left = {k: line for k, line in left.items() if k in seen or k not in far}
+            unequal = {k: line for k, line in unequal.items() if k in seen or k not in far}
             small = []
         except Exception as error:  # no device computes everything in float64
             _log.debug("%s is not compared in float64: %r", self.entry.step, error)
-            left = self._apart(self._native, differing, OTHER_ORDER, OTHER_ORDER)
-            small = [text for k, (_, text) in differing.items() if k not in left]
-        return [text for _, text in left.values()], small
+            unequal = self._unequal(self._native, differing, OTHER_ORDER, OTHER_ORDER)
+            small = [text for k, (_, text) in differing.items() if k not in unequal]
+        return [text for _, text in unequal.values()], small
 
     def _underived(self, differing: _Differing) -> _Differing:
-        """Leaves out what both ways compute by the same equations from outputs that are equal."""
+        """Drops the outputs that both programs compute by the same equations from equal outputs."""
         program, plan = self.entry.program, self.entry.program.plan
         mirrored = [*(rule is Combine.MIRRORED for rule in plan.combine), *plan.mirrored]
         equal = [k for k in self.chosen if k not in differing and mirrored[k]]
-        follow = derived(self.call, program.traced, self.single.program.traced, equal)
-        return {k: seen for k, seen in differing.items() if k not in follow or not mirrored[k]}
+        dropped = derived(self.call, program.traced, self.single.program.traced, equal)
+        return {k: seen for k, seen in differing.items() if k not in dropped or not mirrored[k]}
 
     def _in_float64(self) -> _Outcomes:
         run, flat = in_float64(self.call, self.entry, self._native.flat)
@@ -286,21 +287,22 @@ class _Comparison:
         before: list[Any] = [0.0 if i is None else flat[i] for i in self._old]
         return as_read(self.entry, before)
 
-    def _apart(
+    def _unequal(
         self, outcomes: _Outcomes, indices: Iterable[int], relative: float, nudged: float
     ) -> _Differing:
         """Returns the outputs that differ by more than rounding.
 
-        An entry may differ by ``relative`` of its change, by ``nudged`` where nudging the inputs decides.
+        An entry may differ by ``relative`` of its change; or by ``nudged`` of it, besides what nudging the
+        inputs changes.
         """
-        left = self._judged(outcomes, indices, relative, only=Verdict.UNEQUAL)
+        unequal = self._judged(outcomes, indices, relative, only=Verdict.UNEQUAL)
         near: list[list[Any]] = []
         for times in _NUDGES:
-            if not left:
+            if not unequal:
                 break
             near.append(self._nudged(outcomes, times))
-            left = self._judged(outcomes, left, nudged, near, only=Verdict.UNEQUAL)
-        return left
+            unequal = self._judged(outcomes, unequal, nudged, near, only=Verdict.UNEQUAL)
+        return unequal
 
     def _nudged(self, outcomes: _Outcomes, times: int) -> list[Any]:
         run, flat, *_ = outcomes
@@ -314,7 +316,7 @@ class _Comparison:
         near: Sequence[Sequence[Any]] = (),
         only: Verdict | None = None,
     ) -> _Differing:
-        """Returns the outputs that are not equal, or those of one verdict only, with what to say."""
+        """Returns the outputs that are not equal, or those of ``only`` one verdict."""
         names = self.entry.output_names()
         differing: _Differing = {}
         for k in indices:
@@ -349,7 +351,7 @@ class _Comparison:
             return Verdict.UNEQUAL, text
         old = _old_on_host(outcomes.before[k], outcomes.one[k])
         verdict = compared(
-            left, right, old, eps=eps, relative=relative, noise=noise, every=self._every
+            left, right, old, eps=eps, relative=relative, noise=noise, every=self._strict
         )
         if verdict in (Verdict.TOO_SMALL, Verdict.NOISE):
             many, one = largest(left - old), largest(right - old)
@@ -361,7 +363,7 @@ class _Comparison:
 
 
 def _old_inputs(call: Call, entry: BoundProgram) -> list[int | None]:
-    """Returns for each output the flat input that it is the new value of, None where it is of none."""
+    """Returns for each output the position of the input with its old value; None if it has none."""
     traced = entry.program.traced
     old: list[int | None] = []
     for index, size in zip(traced.written, traced.written_sizes, strict=True):
@@ -369,13 +371,13 @@ def _old_inputs(call: Call, entry: BoundProgram) -> list[int | None]:
         old += list(range(start, end)) if end - start == size else [None] * size
     first, of_result = sum(traced.written_sizes), dict(returned_arguments(call, traced))
     old += [of_result.get(first + k) for k in range(len(traced.results.names))]
-    # The program takes what it reads, in another order.
+    # The program takes only the inputs that it reads, in another order.
     position = {i: at for at, i in enumerate(entry.program.order)}
     return [None if i is None else position.get(i) for i in old]
 
 
 def _old_on_host(old: Any, new: Any) -> Array:
-    """Returns what an output was before; zeros where it was nothing of that shape."""
+    """Returns the old value of an output; zeros if it has none of that shape."""
     array = on_host(old) if isinstance(old, jax.Array) else np.asarray(old)
     fits = array.shape == new.shape and not isinstance(old, float)
     return array if fits else np.zeros(new.shape, on_host(new).dtype)
@@ -396,13 +398,13 @@ def _on_one_device(call: Call, entry: BoundProgram) -> tuple[Call, BoundProgram]
 
 
 def _global_batch(value: Any, mesh: Any) -> Any:
-    """Returns the whole batch, real examples only, as the share of a single replica."""
+    """Returns the real examples of all replicas, as the share of a single replica."""
     if not isinstance(value, PerReplica):
         return value
     if value.layout is Layout.STACKED:
         raise ArgumentError(
             "verify cannot run this step on one device: an argument holds a value for each replica "
-            f"({value!r}), which one device has no place for. Pass a distributed batch instead."
+            f"({value!r}), which has no equivalent there. Pass a distributed batch instead."
         )
     every = np.asarray(local_copy_of_replicated(value.global_array))
     real = real_rows(np.stack(np.split(every, num_replicas(value.mesh))), value.counts)
@@ -411,7 +413,7 @@ def _global_batch(value: Any, mesh: Any) -> Any:
 
 
 def _unequal_text(left: Array, right: Array, old: Array, replicas: int) -> str:
-    """Returns how the updates differ (or the values, if there were none before)."""
+    """Describes how the updates differ (or the values, if there were none before)."""
     if not np.issubdtype(right.dtype, np.inexact):
         return f"differs by up to {largest(left.astype(np.float64) - right):.3g}"
     if not same_specials(left, right):
@@ -427,7 +429,7 @@ def _unequal_text(left: Array, right: Array, old: Array, replicas: int) -> str:
 
 
 def _ratio(left: Array, right: Array, replicas: int) -> str:
-    """Names the common ratio of the entries that differ, where there is one, and its likely cause."""
+    """Describes the common ratio of the entries that differ, and its likely cause; "" if there is none."""
     sizes = np.abs(right)
     differ = (sizes > 1e-6 * largest(right)) & (np.abs(left - right) > 1e-3 * sizes)
     if not differ.any() or np.iscomplexobj(right):

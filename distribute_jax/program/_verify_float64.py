@@ -1,6 +1,6 @@
-"""A traced step once more in float64: there rounding is too small to hide, or to feign, a difference.
+"""Runs a traced step in float64, where rounding errors are too small to hide or to imitate a difference.
 
-The equations are those of the trace, also where the user's code pins a dtype, so nothing is traced again.
+The equations of the trace are evaluated again, so that dtypes in the user's code do not matter.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class NotInFloat64Error(Exception):
 def in_float64(
     call: Call, entry: BoundProgram, flat: Sequence[Any], *, inexact_terms: bool = False
 ) -> tuple[Run, list[Any]]:
-    """Compiles a step in float64, and widens its inputs; for a block with ``jax.enable_x64(True)``.
+    """Returns the step compiled in float64, and its inputs; ``jax.enable_x64(True)`` must be set.
 
-    With ``inexact_terms`` every term of a sum is off by a random few last digits, which other inputs make
-    others. What that changes is the rounding of sums, also of such as inputs do not change: the signs that
-    are the gradient of an absolute error may cancel up to their rounding.
+    With ``inexact_terms`` the terms of every sum get random errors in their last digits, which depend on the
+    inputs. Nudging the inputs then shows the rounding of sums whose terms do not depend on the inputs, such
+    as the signs in the gradient of an absolute error, which may cancel.
 
     Raises:
-        NotInFloat64Error: it holds an equation for which there is no float64.
+        NotInFloat64Error: an equation cannot be computed in float64.
     """
     program = entry.program
     step = flat_step(
@@ -48,7 +48,7 @@ def in_float64(
         program.plan,
         program.order,
         call.binding.captured(),
-        _with_inexact_terms if inexact_terms else _widely,
+        _with_inexact_terms if inexact_terms else _exactly,
     )
     where = step.shardings.in_shardings(step.mesh)
     inputs = [put(_on_host(x), to) for x, to in zip(flat, where, strict=True)]
@@ -60,7 +60,7 @@ def _on_host(x: Any) -> Any:
     if is_key(x):
         return x
     array = np.asarray(x)
-    # An int of Python is a number of 32 bits to the step.
+    # A Python int was traced as int32.
     narrow = isinstance(x, int) and not isinstance(x, bool)
     return array.astype(np.int32 if narrow else wide(array.dtype))
 
@@ -76,14 +76,14 @@ def wide(dtype: Any) -> Any:
     return np.dtype(np.complex128) if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
 
 
-def _widely(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
+def _exactly(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
     return lambda *inputs: evaluated(jaxpr, inputs)
 
 
 def _with_inexact_terms(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
     def evaluate(*inputs: Any) -> list[Any]:
         numbers = [x for x in inputs if jnp.issubdtype(x.dtype, jnp.floating)]
-        token = _seed.set(_MANY_TURNS * sum(jnp.sum(x.astype(jnp.float64)) for x in numbers))
+        token = _seed.set(_ANGLE_SCALE * sum(jnp.sum(x.astype(jnp.float64)) for x in numbers))
         try:
             return evaluated(jaxpr, inputs)
         finally:
@@ -93,25 +93,25 @@ def _with_inexact_terms(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
 
 
 _seed: ContextVar[Any] = ContextVar("_seed", default=None)
-"""What makes the random digits of terms, in a step with inexact ones."""
-_MANY_TURNS = 1e16
-"""A sum of inputs changed in its last digit is another angle."""
+"""The seed of the random errors, in a step with inexact terms."""
+_ANGLE_SCALE = 1e16
+"""Large enough that a change in the last digit of the sum of inputs makes another angle."""
 _SUMS = frozenset(
     ("add", "add_any", "sub", "reduce_sum", "cumsum", "dot_general", "conv_general_dilated")
 )
-_INEXACT = 2.0**-44
-"""More than the rounding of a sum in float64, and far less than a difference that matters."""
+_TERM_ERROR = 2.0**-44
+"""More than the rounding error of a sum in float64, and far less than a difference that matters."""
 
 
 def _inexact(x: Any) -> Any:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     angles = _seed.get() + 12.9898 * jnp.arange(x.size, dtype=jnp.float64)
-    return x * (1 + _INEXACT * jnp.sin(angles).reshape(x.shape))
+    return x * (1 + _TERM_ERROR * jnp.sin(angles).reshape(x.shape))
 
 
 def evaluated(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr, closed or open, with every floating number in float64."""
+    """Evaluates a jaxpr with every floating number in float64."""
     consts, jaxpr = getattr(jaxpr, "consts", ()), open_jaxpr(jaxpr)
     values = dict(zip(jaxpr.constvars, map(_widened, consts), strict=True))
     values |= dict(zip(jaxpr.invars, map(_widened, inputs), strict=True))
@@ -139,7 +139,7 @@ def _widened(x: Any) -> Any:
 
 
 def _bound(eqn: Any, values: list[Any]) -> Sequence[Any]:
-    """Applies the primitive to wide operands; one that holds programs keeps its own dtypes."""
+    """Applies the primitive to wide operands; one with bodies that no rule knows keeps its dtypes."""
     if any(not hasattr(var.aval, "dtype") for var in (*eqn.invars, *eqn.outvars)):
         raise NotInFloat64Error(eqn.primitive.name)  # a reference, or a token
     if any(True for _ in bodies(eqn.params.values())):
@@ -157,12 +157,12 @@ def _wide_parameter(name: str, value: Any) -> Any:
     try:
         is_type = name.endswith(("dtype", "element_type")) and value is not None
         return wide(np.dtype(value)) if is_type else value
-    except TypeError:  # a dtype of JAX's, such as that of keys
+    except TypeError:  # an extended dtype, such as that of keys
         return value
 
 
 def _narrow(eqn: Any, values: list[Any]) -> Sequence[Any]:
-    """Applies the primitive as it was traced."""
+    """Applies the primitive in its own dtypes."""
     inputs = [_cast(x, var.aval) for x, var in zip(values, eqn.invars, strict=True)]
     return _outputs(eqn, eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params)))
 
@@ -176,7 +176,7 @@ def _outputs(eqn: Any, outs: Any) -> Sequence[Any]:
 
 
 def _scatter(eqn: Any, values: list[Any]) -> Sequence[Any]:
-    # Its program of one addition is written for another dtype: JAX's function makes it for this one.
+    # The scalar function among its parameters has the narrow dtype; jax.lax makes a wide one.
     names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     scatter = getattr(jax.lax, eqn.primitive.name.replace("-", "_"))
     return [scatter(*values, **{name: eqn.params[name] for name in names})]
@@ -192,9 +192,9 @@ _SCATTERS = ("add", "sub", "mul", "min", "max")
 _RULES: dict[str, Callable[[Any, list[Any]], Sequence[Any]]] = {
     **dict.fromkeys((*CALLS, "scan", "while", "cond"), _with_bodies),
     **{f"scatter{sign}{name}": _scatter for name in _SCATTERS for sign in "-_"},
-    # Operations on the bits of a number, and callbacks, get the original dtype.
+    # Bitwise operations and callbacks get the original dtype.
     **dict.fromkeys(("bitcast_convert_type", "pure_callback", "io_callback", "ffi_call"), _narrow),
     "cross_device_sum": _narrow,
     "reduce_precision": lambda eqn, values: values,
 }
-"""How equations are computed that hold programs, or that depend on the dtype of their operands."""
+"""The rules of equations with bodies, and of those that depend on the dtype of their operands."""

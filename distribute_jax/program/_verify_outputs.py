@@ -1,4 +1,4 @@
-"""What ``verify`` compares: which steps and outputs, what follows from those, copies, ON_READ variables."""
+"""The outputs that ``verify`` compares, those derived from others, and copies of them."""
 
 from __future__ import annotations
 
@@ -23,25 +23,23 @@ from distribute_jax.program._aggregation import Combine, keeps_own_values
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._capture import captures
-from distribute_jax.program._jaxprs import equations, has_effects, line
+from distribute_jax.program._jaxprs import RANDOM, equations, has_effects, line
 from distribute_jax.program._plan import model_shaped
 from distribute_jax.program._trace import Call, Traced
 from distribute_jax.program._undo import StepCounts
 from distribute_jax.variables import Variable, VariableAggregation, aggregated, on_replicas
 
-_MOST_BYTES = 256 * 2**20
-"""State of this size and more is not compared unasked."""
+_MAX_BYTES = 256 * 2**20
+"""State of this size and more is not compared by default."""
 
-_DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform")
-_ACTS = ("callback", "debug_print")
-"""Parts of the names of primitives that draw random numbers, and of those that must not be run twice."""
+_SIDE_EFFECTS = ("callback", "debug_print")
+"""Parts of the names of primitives that must not run twice."""
 
 
 def compared_outputs(call: Call, entry: BoundProgram, flat: list[Any]) -> list[int]:
-    """Returns the outputs of a step that one device must leave as well; none for a step of another kind.
+    """Returns the outputs that ``verify="auto"`` compares; none for a step that it does not compare.
 
-    They are what the step leaves behind for the next one. What it returns besides, and what metrics
-    count, may be meant for each replica.
+    These are the state for the next step. Other results, and metrics, may be meant for each replica.
     """
     program = entry.program
     trained = [_is_trained(v) for v in entry.outputs]
@@ -57,53 +55,50 @@ def compared_outputs(call: Call, entry: BoundProgram, flat: list[Any]) -> list[i
         return []
     if not _repeatable(entry):
         return []
-    split = {id(v.global_array) for v in batches}
-    if (
-        sum(x.nbytes for x in flat if isinstance(x, jax.Array) and id(x) not in split)
-        >= _MOST_BYTES
-    ):
+    batch = {id(v.global_array) for v in batches}
+    arrays = (x for x in flat if isinstance(x, jax.Array) and id(x) not in batch)
+    if sum(x.nbytes for x in arrays) >= _MAX_BYTES:
         return []
     rules_of = zip(program.plan.combine, _written(entry), strict=True)
-    state = [k for k, (rule, v) in enumerate(rules_of) if _leaves_behind(rule, v)]
+    state = [k for k, (rule, v) in enumerate(rules_of) if _equals_one_device(rule, v)]
     return [*state, *(entry.state_size + k for k in returned)]
 
 
 def every_output(entry: BoundProgram) -> list[int]:
-    """Returns all outputs but the counts of a guard, which name the replica that was to blame."""
+    """Returns all outputs except the counts of a ``Guard``, which name one replica."""
     written = _written(entry)
     counts = {k for k, v in enumerate(written) if isinstance(v, StepCounts)}
     return [k for k in range(len(entry.output_names())) if k not in counts]
 
 
 def _is_trained(variable: nnx.Variable[Any]) -> bool:
-    """Whether a variable belongs to a model or its optimizer."""
     return isinstance(variable, (nnx.Param, nnx.OptState)) or _is_optimizer_state(variable)
 
 
 def _is_optimizer_state(variable: nnx.Variable[Any]) -> bool:
-    # A dj.Variable hands unknown attributes on to its value, its class does not.
+    # A dj.Variable forwards unknown attributes to its value; its class does not.
     return bool(getattr(type(variable), "is_optimizer_state", False))
 
 
-def _leaves_behind(rule: Combine, variable: nnx.Variable[Any]) -> bool:
-    """Whether a variable ends with the value that it would have on one device."""
+def _equals_one_device(rule: Combine, variable: nnx.Variable[Any]) -> bool:
+    """True if a variable must end with the value that it would have on one device."""
     if _is_optimizer_state(variable):
         return True
     if isinstance(variable, Variable):
-        # By another aggregation each replica's write counts, as of a number of replicas.
+        # With another aggregation the value depends on the number of replicas.
         return variable.aggregation is VariableAggregation.NONE and rule is Combine.MIRRORED
     counts = isinstance(variable, (nnx.metrics.MetricState, StepCounts))
     return not counts and rule is Combine.MIRRORED
 
 
 def _repeatable(entry: BoundProgram) -> bool:
-    acts = has_effects(entry.program.traced.jaxpr) or _has_primitive(entry, _ACTS)
+    acts = has_effects(entry.program.traced.jaxpr) or _has_primitive(entry, _SIDE_EFFECTS)
     return not acts and not draws_random_numbers(entry)
 
 
 def draws_random_numbers(entry: BoundProgram) -> bool:
-    """Returns whether a step draws, not only advances a stream, as that of a layer without dropout does."""
-    return _has_primitive(entry, _DRAWS)
+    """True if a step draws random numbers, rather than only advances a stream."""
+    return _has_primitive(entry, RANDOM)
 
 
 def _has_primitive(entry: BoundProgram, parts: Sequence[str]) -> bool:
@@ -112,9 +107,9 @@ def _has_primitive(entry: BoundProgram, parts: Sequence[str]) -> bool:
 
 
 def scales_by_number(call: Call, many: BoundProgram, one: BoundProgram) -> bool:
-    """Returns whether a step holds the number of replicas as a Python number, and scales by it.
+    """True if a step scales by the number of replicas as a Python number.
 
-    On one device it divides by that number too, so the comparison shows nothing.
+    It does so on one device too, so a difference means nothing.
     """
     replicas = num_replicas(call.mesh)
     scales = (float(replicas), 1 / replicas)
@@ -131,23 +126,22 @@ def _is_one_of(value: Any, scales: tuple[float, ...]) -> bool:
 
 
 def _literals(entry: BoundProgram) -> Iterator[float]:
-    """Returns the floating scalars among a program's constants."""
+    """Yields the floating scalars among the literals of a program."""
     eqns = equations(entry.program.traced.jaxpr.jaxpr)
     literals: Any = (v for eqn in eqns for v in eqn.invars if isinstance(v, jex_core.Literal))
     return (float(v.val) for v in literals if not v.aval.shape and v.aval.dtype.kind == "f")
 
 
 def derived(call: Call, many: Traced, one: Traced, equal: Sequence[int]) -> list[int]:
-    """Returns the outputs that follow from equal ones by the same equations in both traces.
+    """Returns the outputs that both traces compute from ``equal`` outputs by the same equations.
 
-    Then those are the comparison. Adam divides a gradient by its size, and so makes whole steps of what is
-    nothing but rounding; but what it divides is state that the step leaves as well. ``equal`` are mirrored
-    outputs that are equal to rounding.
+    To compare the equal ones, mirrored outputs that agree up to rounding, is enough. Adam divides a gradient
+    by its size, which turns mere rounding into steps of full size; but its moments are outputs as well.
     """
     if (many.sizes, many.written) != (one.sizes, one.written):
         return []
     starts, data = many.input_starts, sum(many.sizes[:2])
-    # A variable of components, and a batch, are not on each replica what they are on one device.
+    # Variables with components, and batches, differ between a replica and one device.
     variables = [k for k, v in enumerate(call.binding.variables) if not keeps_own_values(v)]
     same = [k for i in variables for k in range(starts[i], starts[i + 1])]
     same += range(starts[-1], data)
@@ -161,47 +155,47 @@ def derived(call: Call, many: Traced, one: Traced, equal: Sequence[int]) -> list
 def _numbered(
     traced: Traced, same: list[int], equal: Sequence[int], numbers: dict[Any, int]
 ) -> list[Any]:
-    """Returns for each output the number of what computes it; None where it takes in something else."""
+    """Numbers the outputs by the expression that computes them; None if it has other inputs.
+
+    Equal expressions get equal numbers, also in several traces that share ``numbers``.
+    """
     jaxpr, literal = traced.jaxpr.jaxpr, jex_core.Literal
     known: dict[Any, Any] = {jaxpr.invars[k]: ("input", k) for k in same}
     outputs = {v: ("output", k) for k in equal if not isinstance(v := jaxpr.outvars[k], literal)}
 
-    def meaning(var: Any) -> Any:
+    def read(var: Any) -> Any:
         if isinstance(var, literal):
             return str(var.aval), np.asarray(var.val).tobytes()
         return known.get(var)
 
     for eqn in jaxpr.eqns:
-        operands = tuple(map(meaning, eqn.invars))
+        operands = tuple(map(read, eqn.invars))
         closed = any(getattr(value, "consts", ()) for value in eqn.params.values())
         text = DATA if None in operands or eqn.effects or closed else str(eqn.params)
-        if DATA not in text:  # What the replicas do together names their axis.
+        if DATA not in text:  # no collective, which would name the axis
             number = numbers.setdefault((eqn.primitive, text, operands), len(numbers))
             known |= {var: (number, at) for at, var in enumerate(eqn.outvars)}
         known |= {var: outputs[var] for var in eqn.outvars if var in outputs}
-    return list(map(meaning, jaxpr.outvars))
+    return list(map(read, jaxpr.outvars))
 
 
 _DIFFER = """\
-The step leaves these values, which are taken for the same on every replica, different:
+These values must be equal on all replicas, and differ after the step:
 {lines}
 {why}
-Make them the same with dj.get_replica_context().all_reduce(...), or leave them per replica. The state is \
-as before the call."""
+Make them equal with dj.get_replica_context().all_reduce(...), or leave them per replica. The state is as \
+before the call."""
 
-_ASSUMED = (
-    "Where nothing is declared that is proved; here the step declares it, with dj.assume_mirrored at {at}, "
-    "of a value that was not."
-)
+_ASSUMED = "They are not proved to be equal: the step declares it, with dj.assume_mirrored at {at}."
 
 _UNPROVED = (
-    "With RunOptions(check_sync=False) that is not proved. Otherwise the copies of the state differed before "
-    "(dj.check_in_sync(model) tells), or a device is faulty."
+    "RunOptions(check_sync=False) does not prove it. Without that option, the copies of the state differed "
+    "before the step (see dj.check_in_sync(model)), or a device is faulty."
 )
 
 
 def check_copies(entry: BoundProgram, outs: Sequence[jax.Array]) -> None:
-    """Raises where the devices' copies of mirrored state, or of a mirrored result, differ in any bit."""
+    """Raises if the devices' copies of mirrored state, or of a mirrored result, differ in any bit."""
     mirrored = entry.program.step.shardings.mirrored
     named = zip(entry.output_names(), outs, mirrored, strict=False)  # the token has no name
     lines = out_of_sync([(name, array) for name, array, same in named if same])
@@ -214,7 +208,7 @@ def check_copies(entry: BoundProgram, outs: Sequence[jax.Array]) -> None:
 
 @contextmanager
 def components_on(binding: Binding, mesh: Mesh) -> Iterator[None]:
-    """Lets ON_READ variables have one component for each replica of another mesh, for a block."""
+    """Gives ON_READ variables one component for each replica of another mesh, within a block."""
     variables = [cast("Variable", v) for v in binding.variables if keeps_own_values(v)]
     before = read_raw(variables)
     write_raw(variables, [on_replicas(variable, mesh) for variable in variables])
@@ -225,7 +219,7 @@ def components_on(binding: Binding, mesh: Mesh) -> Iterator[None]:
 
 
 def as_read(entry: BoundProgram, outs: Sequence[jax.Array]) -> list[Any]:
-    """Returns the outputs of a step with ON_READ variables as they read; None where they do not."""
+    """Returns the outputs with ON_READ variables aggregated; None for those without an aggregation."""
     state = [
         aggregated(cast("Variable", variable), out) if keeps_own_values(variable) else out
         for variable, out in zip(_written(entry), outs, strict=False)

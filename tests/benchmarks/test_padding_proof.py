@@ -21,7 +21,7 @@ KNOWN = [
 ]
 
 
-def test_a_program_of_which_all_is_known_is_judged_so() -> None:
+def test_the_verdict_on_a_known_program() -> None:
     judged = padding_proof.judge(KNOWN)
     assert judged is not None
     assert judged.verdicts == ["proved", "refused", "undecided"]
@@ -34,7 +34,7 @@ def test_a_program_of_which_all_is_known_is_judged_so() -> None:
     assert causes == {"reduce_sum": 1}
 
 
-def test_a_proof_that_trusts_everything_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsound_proof_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every output that changes then counts as a false proof."""
 
     def trusting(jaxpr: Any, other: Any, shares: Any, marks: Any) -> list[Any]:
@@ -46,7 +46,7 @@ def test_a_proof_that_trusts_everything_is_found_out(monkeypatch: pytest.MonkeyP
     assert judged.false_proofs == 1
 
 
-def test_a_measurement_runs_as_many_programs_as_asked_and_reports_them() -> None:
+def test_a_measurement_reports_the_requested_number_of_programs() -> None:
     log, text, rows = answers_of(padding_proof.BENCHMARK, padding_proof.Options(programs=4))
     (figures,) = log.of("padding")
     assert figures["programs"] >= 4

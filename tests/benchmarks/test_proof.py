@@ -22,7 +22,7 @@ KNOWN: list[Statement] = [
 ]
 
 
-def test_a_program_of_which_all_is_known_is_judged_so() -> None:
+def test_the_verdict_on_a_known_program() -> None:
     """Three statements and the ref: three equal ones, one of them a false alarm."""
     judged = proof.judge(KNOWN)
     assert judged is not None
@@ -38,7 +38,7 @@ def test_a_program_of_which_all_is_known_is_judged_so() -> None:
     assert causes == {"the per-replica argument": 1}
 
 
-def test_a_proof_that_trusts_everything_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsound_proof_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every output that differs then counts as a false proof."""
 
     def trusting(jaxpr: Any, marks: Any, *, axis_size: int) -> list[frozenset[str]]:
@@ -51,7 +51,7 @@ def test_a_proof_that_trusts_everything_is_found_out(monkeypatch: pytest.MonkeyP
     assert judged.false_alarms == []
 
 
-def test_a_measurement_runs_as_many_programs_as_asked_and_reports_them() -> None:
+def test_a_measurement_reports_the_requested_number_of_programs() -> None:
     """Refused programs and those that JAX cannot differentiate are not among them."""
     log, text, rows = answers_of(proof.BENCHMARK, proof.Options(programs=12))
     (figures,) = log.of("proof")

@@ -24,7 +24,7 @@ def after_one_step(strategy: dj.Strategy, axis_name: str | None) -> nnx.BatchNor
 
 
 def test_synchronised_running_statistics_are_those_of_the_global_batch(strategy: dj.Strategy):
-    """2.25 and 3.125 on any number of replicas, as TensorFlow's SyncBatchNormalization should give."""
+    """2.25 and 3.125 on any number of replicas, as with TensorFlow's SyncBatchNormalization."""
     norm = after_one_step(strategy, "data")
     assert float(norm.mean[0]) == 2.25
     assert float(norm.var[0]) == pytest.approx(3.125, rel=1e-6)
@@ -33,7 +33,7 @@ def test_synchronised_running_statistics_are_those_of_the_global_batch(strategy:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("replicas", "variance"), [(1, 3.125), (2, 1.125), (4, 0.625), (8, 0.5)])
 def test_local_running_statistics_are_averaged(replicas: int, variance: float):
-    """The mean is right, and the variance the mean of the shares' own, as in TensorFlow."""
+    """The mean is right; the variance is the mean of the variances of the shares, as in TensorFlow."""
     norm = after_one_step(dj.MirroredStrategy(list(range(replicas))), None)
     assert float(norm.mean[0]) == 2.25
     assert float(norm.var[0]) == pytest.approx(variance, rel=1e-6)
@@ -43,7 +43,7 @@ def test_local_running_statistics_are_averaged(replicas: int, variance: float):
 def test_running_statistics_are_synchronised_before_evaluation(
     s4: dj.MirroredStrategy, axis_name: str | None
 ):
-    """Every replica, and code outside run, evaluates with one and the same mean and variance."""
+    """Every replica, and code outside run, evaluates with the same mean and variance."""
     norm = after_one_step(s4, axis_name)
     dj.check_in_sync(norm)
     norm.eval()
@@ -75,10 +75,10 @@ def test_synchronised_batch_norm_normalises_as_one_device_does(strategy: dj.Stra
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), grads, wanted)
 
 
-def test_a_statistic_captured_by_itself_is_named(
+def test_a_statistic_captured_directly_is_named(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
 ):
-    """The notice says which variable is averaged, once, and does not speak of batch norm."""
+    """The notice names the variable, once, and does not mention batch norm."""
     with s4.scope():
         seen = nnx.BatchStat(jnp.zeros(()))
 

@@ -1,4 +1,4 @@
-"""A traced step is computed in float64 as its equations say, whatever dtypes the code asks for."""
+"""A traced step is evaluated in float64, whatever dtypes the code asks for."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ BY_DEFAULT = ("rows that are read several times", "a loop", "a scan", "a branch"
     "name",
     [pytest.param(n, marks=() if n in BY_DEFAULT else pytest.mark.exhaustive) for n in PROGRAMS],
 )
-def test_it_is_what_the_function_gives_in_float64(name: str):
-    """The trace of float32 gives there what the function itself gives for numbers of float64."""
+def test_a_jaxpr_evaluates_as_its_function_does_in_float64(name: str):
+    """The trace of float32 has the result of the function for float64 arguments."""
     program = PROGRAMS[name]
     jaxpr = jax.make_jaxpr(program)(X)
     with jax.enable_x64(True):
@@ -83,7 +83,7 @@ def test_it_is_what_the_function_gives_in_float64(name: str):
         np.testing.assert_allclose(out, wide, rtol=1e-12, atol=1e-12)
 
 
-def test_what_the_code_asks_for_in_bfloat16_is_computed_in_float64():
+def test_bfloat16_in_the_code_is_computed_in_float64():
     def program(x: jax.Array) -> jax.Array:
         half = x.astype(jnp.bfloat16)
         return (half @ half.T).astype(jnp.float32).sum()
@@ -95,8 +95,8 @@ def test_what_the_code_asks_for_in_bfloat16_is_computed_in_float64():
     np.testing.assert_allclose(out, (wide @ wide.T).sum(), rtol=1e-12)
 
 
-def test_what_is_done_to_the_bits_of_a_number_is_done_as_it_was_traced():
-    """Random numbers are made of bits, and so is the number of a callback."""
+def test_bitwise_operations_and_callbacks_keep_their_dtype():
+    """So random numbers are the same, and a callback gets its declared dtype."""
 
     def program(x: jax.Array) -> Any:
         bits = lax.bitcast_convert_type(x, jnp.int32)

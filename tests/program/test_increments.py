@@ -1,4 +1,4 @@
-"""What replicas add to a metric is summed; what is not an addition is refused, never summed wrongly."""
+"""Increments of a metric are summed over the replicas; other updates are refused."""
 
 from __future__ import annotations
 
@@ -13,6 +13,17 @@ from flax import nnx
 import distribute_jax as dj
 
 Change = Callable[[Any, Any], Any]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*outside of strategy")
+REFUSED = r"state \(MetricState\).*not its old value plus"
+
+
+def numbered(strategy: dj.Strategy) -> dj.PerReplica:
+    """The number r + 1 on replica r."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda c: jnp.float32(c.replica_id_in_sync_group + 1)
+    )
+
 
 ADDS: dict[str, Change] = {
     "adds": lambda old, x: old + x,
@@ -50,28 +61,20 @@ def _step(change: Change) -> tuple[nnx.metrics.MetricState, Callable[[Any], None
 
 
 @pytest.mark.parametrize("name", ADDS)
-@pytest.mark.filterwarnings("ignore:.*outside of strategy")
 def test_additions_are_summed_over_the_replicas(strategy: dj.Strategy, name: str):
     """From 8, replica r adds r + 1: 8 plus the sum, however the addition is written."""
     n = strategy.num_replicas_in_sync
     state, step = _step(ADDS[name])
-    own = strategy.experimental_distribute_values_from_function(
-        lambda c: jnp.float32(c.replica_id_in_sync_group + 1)
-    )
-    strategy.run(step, args=(own,))
+    strategy.run(step, args=(numbered(strategy),))
     assert float(state[...]) == 8 + n * (n + 1) / 2
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.filterwarnings("ignore:.*outside of strategy")
 def test_anything_else_is_refused_unless_it_is_mirrored(s4: dj.MirroredStrategy, name: str):
-    """The sum of what replicas did would be a wrong number; on equal values there is no doubt."""
+    """The sum over the replicas would be wrong; for equal values it is clear what is meant."""
     state, step = _step(OTHERS[name])
-    own = s4.experimental_distribute_values_from_function(
-        lambda c: jnp.float32(c.replica_id_in_sync_group + 1)
-    )
-    with pytest.raises(dj.OutOfSyncError, match=r"state \(MetricState\).*not its old value plus"):
-        s4.run(step, args=(own,))
+    with pytest.raises(dj.OutOfSyncError, match=REFUSED):
+        s4.run(step, args=(numbered(s4),))
     assert float(state[...]) == 8.0
     wanted = float(OTHERS[name](jnp.float32(8.0), jnp.float32(3.0)))
     s4.run(step, args=(jnp.float32(3.0),))
@@ -107,28 +110,22 @@ CASTS: dict[str, tuple[Any, Change, float | None]] = {
 
 
 @pytest.mark.parametrize("name", CASTS)
-@pytest.mark.filterwarnings("ignore:.*outside of strategy")
 def test_only_casts_that_keep_the_old_value_are_part_of_an_addition(
     s4: dj.MirroredStrategy, name: str
 ):
-    """A cast that loses some of the old value would lose it once for each replica."""
+    """A cast that rounds the old value would do so once for each replica."""
     old, change, wanted = CASTS[name]
     state = nnx.metrics.MetricState(old)
 
     def step(x: Any) -> None:
         state.set_value(change(state.get_value(), x))
 
-    own = s4.experimental_distribute_values_from_function(
-        lambda c: jnp.float32(c.replica_id_in_sync_group + 1)
-    )
     if wanted is None:
-        with pytest.raises(
-            dj.OutOfSyncError, match=r"state \(MetricState\).*not its old value plus"
-        ):
-            s4.run(step, args=(own,))
+        with pytest.raises(dj.OutOfSyncError, match=REFUSED):
+            s4.run(step, args=(numbered(s4),))
         assert float(state[...]) == float(old)
     else:
-        s4.run(step, args=(own,))
+        s4.run(step, args=(numbered(s4),))
         assert float(state[...]) == wanted
 
 
@@ -145,23 +142,19 @@ MOVES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", MOVES)
-@pytest.mark.filterwarnings("ignore:.*outside of strategy")
-def test_the_old_value_in_other_places_is_refused(s4: dj.MirroredStrategy, name: str):
-    """What was added to numbers that moved cannot be found by subtracting the old value."""
+def test_an_old_value_that_moves_is_refused(s4: dj.MirroredStrategy, name: str):
+    """The increment cannot be found by subtracting the old value."""
     state = nnx.metrics.MetricState(jnp.arange(4.0).reshape(2, 2))
 
     def step(x: Any) -> None:
         state[...] = MOVES[name](state[...], x)
 
-    own = s4.experimental_distribute_values_from_function(
-        lambda c: jnp.float32(c.replica_id_in_sync_group + 1)
-    )
-    with pytest.raises(dj.OutOfSyncError, match=r"state \(MetricState\).*not its old value plus"):
-        s4.run(step, args=(own,))
+    with pytest.raises(dj.OutOfSyncError, match=REFUSED):
+        s4.run(step, args=(numbered(s4),))
     assert state[...].tolist() == [[0.0, 1.0], [2.0, 3.0]]
 
 
-def test_parts_of_a_variable_that_change_places_are_refused(s4: dj.MirroredStrategy):
+def test_swapped_parts_of_a_variable_are_refused(s4: dj.MirroredStrategy):
     """The old value of one part plus something is not an addition to another part."""
     with s4.scope():
         state = nnx.metrics.MetricState({"a": jnp.float32(1), "b": jnp.float32(2)})
@@ -176,7 +169,7 @@ def test_parts_of_a_variable_that_change_places_are_refused(s4: dj.MirroredStrat
 
 
 def test_a_metric_is_updated_in_a_scan_with_dims_of_size_one(s4: dj.MirroredStrategy):
-    """A scan that carries the metric, and a sum with a dim of size 1 more, are additions still."""
+    """They are still additions."""
     with s4.scope():
         average = dj.metrics.Average("v")
         kept = nnx.metrics.MetricState(jnp.zeros(2))
@@ -196,8 +189,7 @@ def test_a_metric_is_updated_in_a_scan_with_dims_of_size_one(s4: dj.MirroredStra
     assert kept[...].tolist() == [0 + 2 + 4 + 6, 1 + 3 + 5 + 7]
 
 
-@pytest.mark.filterwarnings("ignore:.*outside of strategy")
-def test_what_every_replica_adds_alike_is_added_for_each_without_a_collective(
+def test_equal_increments_are_summed_without_a_collective(
     strategy: dj.Strategy,
 ):
     """A count of 3 on each of N replicas is 3 N, as on a whole batch, and costs no all-reduce."""
@@ -217,8 +209,7 @@ def test_what_every_replica_adds_alike_is_added_for_each_without_a_collective(
     assert "all-reduce" not in program.compiled.as_text()
 
 
-@pytest.mark.filterwarnings("ignore:.*outside of strategy")
-def test_a_flag_that_every_replica_sets_alike_stays_a_flag(s2: dj.MirroredStrategy):
+def test_a_bool_that_every_replica_sets_stays_a_bool(s2: dj.MirroredStrategy):
     """A bool cannot be summed, and need not be where all replicas have the same."""
     seen = nnx.metrics.MetricState(jnp.asarray(False))
 
@@ -230,7 +221,6 @@ def test_a_flag_that_every_replica_sets_alike_stays_a_flag(s2: dj.MirroredStrate
     assert bool(seen[...])
 
 
-@pytest.mark.filterwarnings("ignore:.*outside of strategy")
 def test_without_the_proof_increments_are_summed_as_they_are(s4: dj.MirroredStrategy):
     """check_sync=False lets replicas drift apart; 0 + 1 + 2 + 3 is then still 6 on each of them."""
     drifted = nnx.Variable(jnp.float32(0.0))
@@ -248,7 +238,6 @@ def test_without_the_proof_increments_are_summed_as_they_are(s4: dj.MirroredStra
     assert [float(shard.data) for shard in total[...].addressable_shards] == [6.0] * 4
 
 
-@pytest.mark.filterwarnings("ignore:.*outside of strategy")
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.float16, jnp.bfloat16, jnp.complex64])
 def test_equal_increments_keep_their_dtype(s4: dj.MirroredStrategy, dtype: Any):
     """From 3, every one of four replicas adds 5: 23 in each dtype."""

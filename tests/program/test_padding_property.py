@@ -1,4 +1,4 @@
-"""No random program has an output that is proved not to show the padding and yet changes with it.
+"""No random program has an output that is proved clean and changes with the padding.
 
 The programs are those of ``benchmarks/_row_programs.py``, run with other padding and with more of it.
 """
@@ -15,9 +15,9 @@ from benchmarks.padding_proof import Judged, judge, look
 @pytest.mark.parametrize(
     "examples", [4, pytest.param(500, marks=pytest.mark.exhaustive)], ids=["few", "many"]
 )
-def test_what_is_proved_clean_changes_with_no_padding(examples: int) -> None:
+def test_outputs_proved_clean_do_not_change_with_padding(examples: int) -> None:
     figures = searched(examples, row_programs, look, never="proved_changed")
-    # A proof that proves nothing, or refuses everything, would be safe as well.
+    # A proof that proves nothing, or refuses everything, would be sound too.
     assert figures["proved_unchanged"] > figures["undecided_unchanged"]
     assert figures["refused_changed"] >= 10 * figures["refused_unchanged"]
 
@@ -29,7 +29,7 @@ def judged(*statements: tuple[str, str]) -> Judged:
     return result
 
 
-def test_a_nan_that_only_padding_holds_is_not_taken_for_a_number() -> None:
+def test_nan_in_padding_only_is_not_assumed_finite() -> None:
     """Its product with a gradient of zero is NaN."""
     result = judged(
         ("rows>rows", "nan in padding"),
@@ -41,7 +41,7 @@ def test_a_nan_that_only_padding_holds_is_not_taken_for_a_number() -> None:
 
 
 def test_programs_with_and_without_the_mask_are_distinguished() -> None:
-    """The oracle sees a leak, and the proof sees what the mask leaves out."""
+    """Verdict of the proof, and whether outputs change."""
     assert judged(("rows>vector", "sum")) == (["refused"], result_where("sum"), [False])
     assert judged(("rows>vector", "real sum"))[::2] == (["proved"], [True])
     assert judged(("rows>rows", "attention to real"))[::2] == (["proved"], [True])
@@ -49,7 +49,7 @@ def test_programs_with_and_without_the_mask_are_distinguished() -> None:
 
 
 def result_where(name: str) -> list[str]:
-    """The line that a sum over rows is refused for."""
+    """The location for which a sum over rows is refused."""
     where = judged(("rows>vector", name)).where
     assert where[0].startswith("reduce_sum at _row_programs.py:")
     return where

@@ -1,4 +1,4 @@
-"""What the proof of padding decides about single steps, read off their traces and never run."""
+"""What the padding proof decides about single steps, from their traces."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from jax import lax
 
 from distribute_jax.collectives._markers import real_rows
-from distribute_jax.program._padding_marks import CLEAN, Mark, Rows
-from distribute_jax.program._padding_proof import GaveUpError, prove_padding
+from distribute_jax.program._padding_marks import CLEAN, Mark, Rows, UndecidedError
+from distribute_jax.program._padding_proof import prove_padding
 
 SHARE, LARGER, REPLICAS = 4, 12, 2
 
@@ -41,7 +41,7 @@ cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
 def real_mean(losses: Any, mask: Any, counts: Any) -> Any:
-    """What ``compute_average_loss`` does."""
+    """As ``compute_average_loss``."""
     return jnp.sum(jnp.where(mask, losses, 0)) / counts.sum()
 
 
@@ -129,10 +129,10 @@ CLEAN_STEPS: dict[str, Step] = {
 
 
 @pytest.mark.parametrize("name", CLEAN_STEPS)
-def test_what_leaves_the_padding_out_is_proved_clean(name: str):
+def test_steps_that_exclude_padding_are_proved_clean(name: str):
     marks = proved(CLEAN_STEPS[name])
     assert marks
-    assert all(mark.is_clean and not mark.amount for mark in marks), marks
+    assert all(mark.is_clean and not mark.row_count_at for mark in marks), marks
 
 
 def test_a_result_with_a_row_for_each_example_keeps_its_rows():
@@ -163,7 +163,7 @@ def test_a_result_with_a_row_for_each_example_keeps_its_rows():
         "only padding",
     ],
 )
-def test_what_takes_in_padding_is_a_certain_leak_at_its_line(step: Step, where: str):
+def test_a_certain_leak_is_reported_at_its_line(step: Step, where: str):
     [mark] = proved(step)
     assert mark.leak is not None
     assert mark.leak.certain
@@ -185,7 +185,7 @@ def test_what_takes_in_padding_is_a_certain_leak_at_its_line(step: Step, where: 
         lambda w, x, y, m, c: lax.all_gather(x, "data").sum(),
     ],
 )
-def test_what_may_or_may_not_show_padding_is_neither_proved_nor_refused(step: Step):
+def test_undecided_steps_are_neither_proved_nor_refused(step: Step):
     [mark] = proved(step)
     assert mark.leak is not None
     assert not mark.leak.certain
@@ -204,28 +204,28 @@ def test_what_may_or_may_not_show_padding_is_neither_proved_nor_refused(step: St
         lambda w, x, y, m, c: real_mean(x[:, 0], m, c) ** len(x),
     ],
 )
-def test_a_number_made_of_the_length_of_a_share_is_not_proved(step: Step):
+def test_a_number_computed_from_the_length_of_a_share_is_not_proved(step: Step):
     [mark] = proved(step)
-    assert mark.amount or mark.leak
+    assert mark.row_count_at or mark.leak
     assert not (mark.leak and mark.leak.certain)
 
 
-def test_a_zero_that_may_meet_a_nan_of_the_padding_is_not_proved():
-    """Where the mask made what stands in the padding, it need not be what a real row could give."""
+def test_zero_times_padding_that_may_be_nan_is_not_proved():
+    """What only the mask put into the padding need not be what a real row could have."""
     for fill in (jnp.nan, jnp.inf):
         [mark] = proved(lambda w, x, y, m, c, f=fill: (jnp.where(m, x[:, 0], f) * m).sum())
-        assert mark.leak or mark.amount
+        assert mark.leak or mark.row_count_at
     [mark] = proved(lambda w, x, y, m, c: (jnp.log(m * x[:, 0]) * m).sum())
-    assert mark.leak or mark.amount
+    assert mark.leak or mark.row_count_at
 
 
-def test_a_ref_and_a_step_that_becomes_another_one_are_given_up():
+def test_refs_and_traces_that_differ_are_undecided():
     def writes(w: Any, x: Any, y: Any, m: Any, c: Any) -> Any:
         ref = jax.new_ref(jnp.zeros(()))
         ref[...] = x.sum()
         return ref[...]
 
-    with pytest.raises(GaveUpError, match="a ref"):
+    with pytest.raises(UndecidedError, match="a ref"):
         proved(writes)
-    with pytest.raises(GaveUpError, match="another"):
+    with pytest.raises(UndecidedError, match="another"):
         proved(lambda w, x, y, m, c: jnp.sin(c.sum()) if len(x) > 5 else jnp.cos(c.sum()))

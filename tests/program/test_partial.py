@@ -36,7 +36,7 @@ def test_the_average_loss_divides_by_the_real_examples(strategy: dj.Strategy):
 
 @pytest.mark.filterwarnings("ignore:The global batch has 4 examples for 8")
 def test_five_samples_in_batches_of_four_give_the_exact_weight(strategy: dj.Strategy):
-    """TensorFlow's 0.6375 on two replicas and 0.74375 on four are wrong; one device gives 0.425."""
+    """TensorFlow has 0.6375 on two replicas and 0.74375 on four; one device has 0.425."""
     with strategy.scope():
         weight = nnx.Param(jnp.ones(()))
 
@@ -56,7 +56,7 @@ def test_five_samples_in_batches_of_four_give_the_exact_weight(strategy: dj.Stra
     assert (4 * losses[0] + losses[1]) / 5 == pytest.approx(9.6125, rel=1e-6)
 
 
-def test_all_partial_batches_share_one_more_program(s4: dj.MirroredStrategy):
+def test_all_partial_batches_share_one_program(s4: dj.MirroredStrategy):
     for x in s4.distribute_dataset(batches(8, 8, 7, 5, 3, 1)):
         s4.run(lambda x: jnp.sum(jnp.where(mask()[:, None], x, 0)), args=(x,))
     assert s4._runner.programs() == 2
@@ -86,7 +86,7 @@ def test_the_mask_marks_the_real_rows(s4: dj.MirroredStrategy):
 
 
 @pytest.mark.parametrize("sizes", [(8, 5), (8, 1), (6, 6)])
-def test_unmasked_steps_leak_and_are_refused(s4: dj.MirroredStrategy, sizes: tuple[int, int]):
+def test_steps_without_a_mask_are_refused(s4: dj.MirroredStrategy, sizes: tuple[int, int]):
     with s4.scope():
         weight = nnx.Param(jnp.ones(3))
 
@@ -108,17 +108,9 @@ def test_unmasked_steps_leak_and_are_refused(s4: dj.MirroredStrategy, sizes: tup
     np.testing.assert_array_equal(weight[...], before)
 
 
-def test_batch_norm_over_padding_leaks(s4: dj.MirroredStrategy):
-    with s4.scope():
-        norm = nnx.BatchNorm(3, axis_name="data", rngs=nnx.Rngs(0))
-    (partial,) = s4.distribute_dataset(batches(5))
-    with pytest.raises(ValueError, match=r"norm\.mean"):
-        s4.run(lambda x: norm(x), args=(partial,))
-
-
 def counted(step: Any) -> tuple[Any, Any]:
     """A step that counts how often a replica runs it, and the counter."""
-    calls: SimpleQueue[int] = SimpleQueue()  # no walk looks into it
+    calls: SimpleQueue[int] = SimpleQueue()  # not searched for captured arrays
 
     def counting(x: jax.Array) -> Any:
         jax.debug.callback(lambda: calls.put(1))
@@ -144,7 +136,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_proved_step_compiles_once_at_its_first_partial_batch_and_runs_nothing_twice(
     s4: dj.MirroredStrategy, compilations: list[str]
 ):
-    """Traces: one for the program, and one at another size; the batches after it trace nothing."""
+    """It is traced once for the program, and once at another size."""
     traces: SimpleQueue[int] = SimpleQueue()
 
     def step(x: jax.Array):
@@ -164,7 +156,7 @@ def test_a_proved_step_compiles_once_at_its_first_partial_batch_and_runs_nothing
 def test_an_unproved_step_is_checked_again_at_the_2nd_4th_and_8th_partial_batch(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
 ):
-    """Each check runs it four times on four replicas; more padding is compiled once."""
+    """Each check runs it four times on four replicas; the one with more padding is compiled once."""
     step, calls = counted(lambda x: dj.compute_average_loss(x.max() + 0 * x.sum(1)))
     elements = list(s4.distribute_dataset([np.ones((8, 3)), *[np.ones((5, 3))] * 9]))
     ran = []
@@ -174,11 +166,11 @@ def test_an_unproved_step_is_checked_again_at_the_2nd_4th_and_8th_partial_batch(
         jax.effects_barrier()
         ran.append((calls() - before) // 4)
     assert ran == [1, 4, 4, 1, 4, 1, 1, 1, 4, 1]
-    [said] = [r.getMessage() for r in caplog.records if "is not proved" in r.getMessage()]
-    assert "result depends on reduce_max at test_partial.py:" in said
+    [text] = [r.getMessage() for r in caplog.records if "is not proved" in r.getMessage()]
+    assert "result depends on reduce_max at test_partial.py:" in text
 
 
-def test_a_leak_that_the_first_partial_batch_does_not_show_is_an_error_at_once(
+def test_a_leak_is_an_error_even_if_the_batch_does_not_show_it(
     s4: dj.MirroredStrategy,
 ):
     """The mask is forgotten in counting a class that the first batches do not have."""
@@ -198,8 +190,8 @@ def test_a_leak_that_the_first_partial_batch_does_not_show_is_an_error_at_once(
     assert int(rare[...]) == 8
 
 
-def test_a_leak_that_no_proof_sees_is_found_by_a_later_check(s4: dj.MirroredStrategy):
-    """Whether a share has a number above 7: the first batch has none."""
+def test_an_undecided_leak_is_found_by_a_later_check(s4: dj.MirroredStrategy):
+    """True if a share has a number above 7, which the first batch has not."""
     step = lambda x: jax.lax.psum((x > 7).any().astype(float), "data")  # noqa: E731
     ones, above = np.ones(5, np.float32), np.arange(4, 9, dtype=np.float32)
     _, first, later = s4.distribute_dataset([np.ones(8, np.float32), ones, above])
@@ -208,7 +200,7 @@ def test_a_leak_that_no_proof_sees_is_found_by_a_later_check(s4: dj.MirroredStra
         s4.run(step, args=(later,))
 
 
-def test_a_step_that_is_not_deterministic_is_not_called_leaking(s4: dj.MirroredStrategy):
+def test_a_step_that_is_not_deterministic_is_not_a_leak(s4: dj.MirroredStrategy):
     rng = np.random.default_rng(0)
 
     def step(x: jax.Array):
@@ -221,7 +213,7 @@ def test_a_step_that_is_not_deterministic_is_not_called_leaking(s4: dj.MirroredS
     assert isinstance(s4.run(step, args=(partial,)), dj.PerReplica)
 
 
-def test_per_example_results_are_found_out_and_cut(s4: dj.MirroredStrategy):
+def test_per_example_results_are_recognised_and_cut(s4: dj.MirroredStrategy):
     data = batches(8, 5)
     _, partial = s4.distribute_dataset(data)
 
@@ -244,7 +236,7 @@ def replica_float() -> jax.Array:
     return dj.get_replica_context().replica_id_in_sync_group.astype(float)
 
 
-def test_where_it_cannot_be_found_out_reading_raises_and_declaring_helps(s4: dj.MirroredStrategy):
+def test_a_result_of_unknown_rows_cannot_be_read_unless_declared(s4: dj.MirroredStrategy):
     data = batches(8, 5)
     _, partial = s4.distribute_dataset(data)
 
@@ -334,26 +326,22 @@ def total(value: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    "step",
+    ("step", "text"),
     [
-        lambda x: total(jnp.float32(x.shape[0])),
-        lambda x: total(jnp.sum(jnp.where(mask()[:, None], x, 0)) / (x.shape[0] * 4)),
+        (lambda x: total(jnp.float32(x.shape[0])), r"more padding.*\n.*\n?.*real_examples"),
+        (
+            lambda x: total(jnp.sum(jnp.where(mask()[:, None], x, 0)) / (x.shape[0] * 4)),
+            r"more padding.*\n.*\n?.*real_examples",
+        ),
+        (lambda x: total(jnp.sum(x > -100)), "reduce_sum"),
     ],
-    ids=["share counted", "divided by the share"],
+    ids=["share counted", "divided by the share", "all rows compared"],
 )
-def test_counting_the_padding_is_refused_though_every_padding_counts_alike(
-    s4: dj.MirroredStrategy, step: object
-):
+def test_counting_the_padding_is_refused(s4: dj.MirroredStrategy, step: object, text: str):
+    """The result is wrong but equal for every padding of the same length."""
     _, partial = s4.distribute_dataset(batches(8, 5))
-    with pytest.raises(dj.PaddingLeakError, match=r"more padding.*\n.*\n?.*real_examples"):
+    with pytest.raises(dj.PaddingLeakError, match=text):
         s4.run(step, args=(partial,))
-
-
-def test_counting_all_rows_by_comparing_them_is_refused(s4: dj.MirroredStrategy):
-    """Though every padding counts the same."""
-    _, partial = s4.distribute_dataset(batches(8, 5))
-    with pytest.raises(dj.PaddingLeakError, match="reduce_sum"):
-        s4.run(lambda x: total(jnp.sum(x > -100)), args=(partial,))
 
 
 def test_counting_the_real_examples_is_right(s4: dj.MirroredStrategy):
@@ -362,8 +350,8 @@ def test_counting_the_real_examples_is_right(s4: dj.MirroredStrategy):
     assert int(real) == 5
 
 
-def test_drawing_with_a_key_of_the_user_is_not_called_leaking(s4: dj.MirroredStrategy):
-    """At another batch size other numbers would be drawn, so only the other padding is tried."""
+def test_random_numbers_from_a_key_argument_are_not_a_leak(s4: dj.MirroredStrategy):
+    """They depend on the batch size, so that only other padding is tried."""
     _, partial = s4.distribute_dataset(batches(8, 5))
 
     def step(x: jax.Array, key: jax.Array):
@@ -391,7 +379,7 @@ def masked_norm(norm: nnx.BatchNorm, x: jax.Array) -> jax.Array:
 def test_batch_norm_trained_on_uneven_shares_is_refused_by_name(
     s4: dj.MirroredStrategy, axis_name: str | None, masked: bool
 ):
-    """Flax weighs the replicas equally, and gives NaN where a share is empty."""
+    """Flax weighs the replicas equally, and an empty share makes NaN."""
     with s4.scope():
         model = nnx.Sequential(nnx.BatchNorm(3, axis_name=axis_name, rngs=nnx.Rngs(0)))
     norm = model.layers[0]
@@ -426,7 +414,7 @@ def test_masked_batch_norm_on_even_shares_and_on_one_device_is_exact(strategy: d
     np.testing.assert_allclose(norm.var[...], plain.var[...], rtol=1e-4, atol=1e-6)
 
 
-def test_batch_norm_over_padding_on_one_device_is_named():
+def test_batch_norm_over_padding_on_one_device_is_refused():
     one = dj.OneDeviceStrategy(0)
     with one.scope():
         norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
@@ -436,7 +424,7 @@ def test_batch_norm_over_padding_on_one_device_is_named():
     assert one.run(lambda x: masked_norm(norm, x), args=(partial,)).shape == (5, 3)
 
 
-def test_counted_padding_is_found_where_the_drawn_numbers_do_not_depend_on_the_rows(
+def test_counted_padding_is_found_beside_random_numbers_of_fixed_shape(
     s4: dj.MirroredStrategy,
 ):
     _, partial = s4.distribute_dataset(batches(8, 5))
@@ -448,22 +436,22 @@ def test_counted_padding_is_found_where_the_drawn_numbers_do_not_depend_on_the_r
         s4.run(step, args=(partial, jax.random.key(0)))
 
 
-def test_what_could_not_be_checked_is_said_once(
+def test_an_incomplete_check_is_logged_once(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
 ):
     _, five, six = s4.distribute_dataset(batches(8, 5, 6))
 
     def dropping(x: jax.Array, key: jax.Array):
         kept = jax.random.bernoulli(key, 0.5, x.shape)
-        largest = jnp.max(jnp.where(mask()[:, None], jnp.abs(x), 0))  # not proved to be least
+        largest = jnp.max(jnp.where(mask()[:, None], jnp.abs(x), 0))  # 0 is not proved neutral
         return total(dj.compute_average_loss(jnp.sum(jnp.where(kept, x, 0), axis=1)) + largest)
 
     for partial in (five, six):
         s4.run(dropping, args=(partial, jax.random.key(0)))
-    (said,) = [r.getMessage() for r in caplog.records if "counts no padding" in r.getMessage()]
-    assert "dropping met a partial batch" in said
-    assert "model.eval()" in said
-    assert 'InputOptions(partial="drop")' in said
+    (text,) = [r.getMessage() for r in caplog.records if "counts no padding" in r.getMessage()]
+    assert "dropping met a partial batch" in text
+    assert "model.eval()" in text
+    assert 'InputOptions(partial="drop")' in text
 
     def rigid(x: jax.Array):
         if x.shape[0] != 2:
@@ -475,13 +463,13 @@ def test_what_could_not_be_checked_is_said_once(
     assert "could not be traced with more rows (ValueError: only shares of two)" in caplog.text
 
 
-def test_a_mirrored_result_of_unknown_rows_is_no_gathered_padding(s4: dj.MirroredStrategy):
-    """Only a shape that follows the batch tells; that the step could not be traced does not."""
+def test_a_mirrored_result_of_unknown_rows_is_accepted(s4: dj.MirroredStrategy):
+    """It is refused only if its shape is known to follow the batch."""
     _, partial = s4.distribute_dataset(batches(8, 5))
 
     def step(x: jax.Array):
         if x.shape[0] != 2:
-            raise ValueError("a share of two becomes nothing else")
+            raise ValueError("only shares of two")
         return total(jnp.sum(jnp.where(mask()[:, None], x, 0), axis=0))
 
     assert s4.run(step, args=(partial,)).shape == (3,)
@@ -489,8 +477,8 @@ def test_a_mirrored_result_of_unknown_rows_is_no_gathered_padding(s4: dj.Mirrore
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The global batch has 2 examples for 4")
-def test_a_gradient_that_is_only_rounding_is_no_leak(s4: dj.MirroredStrategy):
-    """The bias of an attention's keys changes no output; Adam makes whole steps of its rounding."""
+def test_a_gradient_that_is_only_rounding_is_not_a_leak(s4: dj.MirroredStrategy):
+    """The bias of an attention's keys changes no output; Adam makes full steps of its rounding."""
     with s4.scope():
         model = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
         optimizer = dj.Optimizer(model, optax.adam(1e-2))
@@ -520,7 +508,7 @@ def _added(values: jax.Array) -> jax.Array:
     ]
 
 
-def test_the_rounding_of_half_precision_is_no_padding_that_was_seen():
+def test_rounding_in_half_precision_is_not_a_leak():
     """A float16 sum whose order depends on the number of rows, in a step that changes a float32."""
     strategy = dj.OneDeviceStrategy("cpu:0")
     with strategy.scope():
@@ -538,10 +526,8 @@ def test_the_rounding_of_half_precision_is_no_padding_that_was_seen():
 
 
 @pytest.mark.parametrize("verified", ["off", "auto", "first"])
-def test_a_step_that_counts_its_traces_is_not_compiled_in_each_epoch(
-    s4: dj.MirroredStrategy, verified: Any
-):
-    """Full and partial batches have a program each, though every trace changes what the step reaches."""
+def test_a_step_that_counts_its_traces_is_compiled_once(s4: dj.MirroredStrategy, verified: Any):
+    """Full and partial batches have one program each, although every trace changes a captured object."""
     counter = Counter()
     traces: list[int] = []
 
@@ -557,7 +543,7 @@ def test_a_step_that_counts_its_traces_is_not_compiled_in_each_epoch(
             s4.run(step, args=(batch,), options=dj.RunOptions(verify=verified))
         seen.append((counter.calls, len(traces), len(s4._runner.cache.programs)))
     assert seen[1:] == [seen[0]] * 2, seen
-    counter.calls = 0  # what the user changes is another matter
+    counter.calls = 0  # a change by the user compiles again
     s4.run(step, args=(batch,))
     assert counter.calls > 0
 
@@ -572,7 +558,7 @@ class Counter:
 def test_rows_of_a_partial_batch_that_are_passed_on_keep_their_mask(
     strategy: dj.Strategy, declared: bool
 ):
-    """What one step returns for each example is a partial batch in the next, alone or beside its batch."""
+    """Per-example results are a partial batch for the next step, alone or with the original batch."""
 
     def encode(x: jax.Array) -> jax.Array:
         return dj.per_example(x * 2) if declared else x * 2
@@ -594,8 +580,8 @@ def test_rows_of_a_partial_batch_that_are_passed_on_keep_their_mask(
 
 
 @pytest.mark.parametrize("rows", [2, 3, 5])
-def test_a_leak_through_ties_is_seen(s4: dj.MirroredStrategy, rows: int):
-    """Padding repeats rows, so the two largest of all rows may be one example twice; each call says so."""
+def test_a_leak_through_ties_is_found(s4: dj.MirroredStrategy, rows: int):
+    """Padding repeats rows, so the two largest rows may be one example twice; each call is an error."""
 
     def hardest(x: jax.Array) -> jax.Array:
         return jax.lax.top_k(dj.get_replica_context().all_gather(x, axis=0), 2)[0]
@@ -606,8 +592,8 @@ def test_a_leak_through_ties_is_seen(s4: dj.MirroredStrategy, rows: int):
             s4.run(hardest, args=(batch,))
 
 
-def test_padding_that_only_shifts_the_rounding_is_no_leak(s4: dj.MirroredStrategy):
-    """Weights that are normalised over all rows, and again over the real ones."""
+def test_padding_that_only_changes_the_rounding_is_not_a_leak(s4: dj.MirroredStrategy):
+    """Weights are normalised over all rows, and again over the real ones."""
 
     def pooled(x: jax.Array) -> jax.Array:
         replica = dj.get_replica_context()
@@ -622,8 +608,8 @@ def test_padding_that_only_shifts_the_rounding_is_no_leak(s4: dj.MirroredStrateg
         np.testing.assert_allclose(s4.run(pooled, args=(batch,)), p @ x[:rows], rtol=1e-5)
 
 
-def test_padding_is_never_an_example_that_is_not_in_the_batch(s4: dj.MirroredStrategy):
-    """The number of classes that occur is that of the real rows, whatever is repeated."""
+def test_padding_repeats_examples_of_the_batch(s4: dj.MirroredStrategy):
+    """The number of classes that occur is that of the real rows."""
 
     def classes(y: jax.Array) -> jax.Array:
         seen = jnp.zeros(4, bool).at[dj.get_replica_context().all_gather(y, axis=0)].set(True)

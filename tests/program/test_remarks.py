@@ -1,4 +1,4 @@
-"""Numbers that would be N times too small, or the same on every replica, are named when a step is traced."""
+"""Numbers that would be N times too small, or equal on all replicas, are reported when a step is traced."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ replica = dj.get_replica_context
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """Returns what was logged."""
+    """Returns a function that returns what was logged."""
     with caplog.at_level(logging.WARNING, logger="distribute_jax"):
         yield lambda: [record.getMessage() for record in caplog.records]
 
@@ -81,7 +81,7 @@ RIGHT: dict[str, Callable[..., Any]] = {
 def test_a_part_of_the_loss_in_a_metric_that_averages_is_refused(
     s4: dj.MirroredStrategy, kind: str
 ):
-    """``metrics.update(loss=loss)``, the line of every example of Flax, would report a quarter."""
+    """``metrics.update(loss=loss)``, as in Flax's examples, would report a quarter."""
     with pytest.raises(dj.ArgumentError, match=r"averages what compute_average_loss") as caught:
         training(s4, AVERAGES[kind], lambda metric, part, losses: metric.update(loss=part))
     message = str(caught.value)
@@ -91,7 +91,7 @@ def test_a_part_of_the_loss_in_a_metric_that_averages_is_refused(
 
 
 @pytest.mark.parametrize("way", RIGHT)
-def test_what_is_no_part_goes_into_a_metric(
+def test_a_metric_accepts_what_is_not_a_part_of_the_loss(
     s4: dj.MirroredStrategy, way: str, logged: Callable[[], list[str]]
 ):
     training(
@@ -104,8 +104,8 @@ def test_what_is_no_part_goes_into_a_metric(
     assert not logged()
 
 
-def test_on_one_replica_a_part_is_the_whole(logged: Callable[[], list[str]]):
-    """Neither refused nor remarked on: the metric has the mean of all losses."""
+def test_on_one_replica_a_part_is_the_complete_mean(logged: Callable[[], list[str]]):
+    """The metric has the mean of all losses, and nothing is logged."""
     one, average = dj.OneDeviceStrategy(0), AVERAGES["nnx.metrics.Average"]
     part = training(one, average, lambda metric, part, _: metric.update(loss=part))
     whole = training(one, average, lambda metric, _, losses: metric.update(loss=losses))
@@ -113,7 +113,7 @@ def test_on_one_replica_a_part_is_the_whole(logged: Callable[[], list[str]]):
     assert not logged()
 
 
-def test_losses_of_the_library_are_parts_as_well(s4: dj.MirroredStrategy):
+def test_losses_of_the_library_are_parts(s4: dj.MirroredStrategy):
     """Scaled, added up and cast, in a jit and under remat."""
     with s4.scope():
         metric = nnx.metrics.Average("loss")
@@ -127,10 +127,10 @@ def test_losses_of_the_library_are_parts_as_well(s4: dj.MirroredStrategy):
         s4.run(step, args=(batch,))
 
 
-def test_a_part_in_a_callback_or_in_state_of_the_user_is_named_once(
+def test_a_part_in_a_callback_or_in_other_state_is_logged_once(
     s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
 ):
-    """What a sum of parts is used for is not known, so it is not an error."""
+    """It is not an error, since the use of the sum is not known."""
 
     class Epoch(nnx.Metric):
         def __init__(self) -> None:
@@ -172,10 +172,10 @@ def dropped(x: jax.Array, key: jax.Array) -> jax.Array:
     return nn.Dropout(0.5, deterministic=False).apply({}, x, rngs={"dropout": key})
 
 
-def test_a_dropout_mask_from_a_key_of_all_replicas_is_named_once(
+def test_a_dropout_mask_from_a_mirrored_key_is_logged_once(
     s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
 ):
-    """As every Linen program passes it: in args or captured, new-style or raw, folded with the step."""
+    """As in Linen programs: in args or captured, new-style or raw, folded with the step."""
     (batch,) = s4.distribute_dataset([X])
     captured = jax.random.PRNGKey(0)
 
@@ -193,10 +193,10 @@ def test_a_dropout_mask_from_a_key_of_all_replicas_is_named_once(
     assert "fold_in(key, dj.get_replica_context().replica_id_in_sync_group)" in named[0]
 
 
-def test_keys_that_differ_and_draws_that_are_no_rows_are_not_named(
+def test_draws_that_differ_or_are_not_for_rows_are_not_logged(
     s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
 ):
-    """The replica id folded in, a marked stream, noise on weights, and a step without a batch."""
+    """The replica id folded in, ``same_on_all_replicas``, noise on weights, a step without a batch."""
     (batch,) = s4.distribute_dataset([X])
     with s4.scope():
         same = dj.same_on_all_replicas(nnx.Rngs(noise=0))
@@ -215,10 +215,10 @@ def gradient(w: Any, x: Any) -> Any:
     return replica().all_reduce("mean", jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w))
 
 
-def test_a_forgotten_distribute_dataset_is_named(
+def test_a_forgotten_distribute_dataset_is_logged(
     s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
 ):
-    """Right numbers, four times the work: the weights that the step returns are no batch."""
+    """The numbers are right, with four times the work. The weights, which are returned, are not a batch."""
     w = jnp.ones((8, 1))
     for _ in range(2):
         s4.run(lambda w, x: w - gradient(w, x), args=(w, X))
@@ -228,10 +228,10 @@ def test_a_forgotten_distribute_dataset_is_named(
     assert "Pass a batch of strategy.distribute_dataset" in text
 
 
-def test_a_forgotten_distribute_dataset_is_named_with_dropout_and_with_metrics(
+def test_a_forgotten_distribute_dataset_is_logged_with_dropout_and_with_metrics(
     s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
 ):
-    """The replicas draw other masks, and count each example four times."""
+    """The replicas draw different masks, and count each example four times."""
     with s4.scope():
         dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=0))
         metric = nnx.metrics.Average("loss")
@@ -246,10 +246,10 @@ def test_a_forgotten_distribute_dataset_is_named_with_dropout_and_with_metrics(
     assert "what they combine, or add to a metric, is equal" in second
 
 
-def test_steps_that_are_meant_to_take_whole_arrays_are_not_named(
+def test_steps_that_need_no_distributed_batch_are_not_logged(
     s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
 ):
-    """A distributed batch; data made on each replica; nothing combined; small or random arguments."""
+    """A distributed batch; data made on each replica; no collective; small arguments and keys."""
     w = jnp.ones((8, 1))
     (batch,) = s4.distribute_dataset([X])
 

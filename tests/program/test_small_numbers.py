@@ -1,4 +1,4 @@
-"""Numbers of a byte and less, as batches, arguments, results and state."""
+"""Dtypes of a byte and less, as batches, arguments, results and state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3fn", "fl
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SMALL)
-def test_a_batch_of_small_numbers_runs_and_its_result_is_taken_again(
+def test_a_batch_of_a_small_dtype_runs_and_its_result_is_an_argument_again(
     strategy: dj.Strategy, name: str
 ):
     host = np.arange(8).astype(np.float32).astype(getattr(ml_dtypes, name))
@@ -45,6 +45,6 @@ def test_a_variable_of_four_bits_is_updated_in_place(strategy: dj.Strategy):
     assert weights[...].dtype == jnp.int4
 
 
-def test_numbers_of_six_bits_which_no_device_holds_are_refused(s2: dj.Strategy):
+def test_float6_is_refused(s2: dj.Strategy):
     with pytest.raises(dj.ArgumentError, match=r"float6_e2m3fn\[8\]"):
         s2.run(lambda x: x, args=(np.ones(8, ml_dtypes.float6_e2m3fn),))

@@ -1,7 +1,7 @@
-"""The proof marks what differs between replicas, and only that; each rule has both directions.
+"""The proof of sync, rule by rule: values that it marks differ between replicas, and the others are equal.
 
-Every program of the table is proved and then run on four replicas: what is proved mirrored must be
-equal to the last bit, and what the table calls per-replica must really differ.
+Every program of the table is proved and then run on four replicas: outputs that are proved mirrored must be
+bitwise equal, and those that the table calls per-replica must differ.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def trace(program: Callable[..., Any], *args: Any, mesh: Mesh | None = None) -> 
 
 
 def alter(jaxpr: ClosedJaxpr, name: str, params: dict[str, Any]) -> None:
-    """Returns the equations of a primitive other parameters; JAX's own may be shared by programs."""
+    """Changes parameters of a primitive's equations, in copies, since jaxprs may share equations."""
     jaxpr.eqns[:] = [
         eqn.replace(params={**eqn.params, **params}) if eqn.primitive.name == name else eqn
         for eqn in jaxpr.eqns
@@ -89,9 +89,8 @@ def is_equal(out: np.ndarray) -> bool:
 class Case(NamedTuple):
     """A program and what is expected of each of its outputs.
 
-    M: proved mirrored, and equal. P: per-replica, and different. F: a false alarm that we accept,
-    equal and yet not proved. S: a source by its nature, whatever a run gives; such programs are not
-    run when the simulated devices cannot.
+    M: proved mirrored, and equal. P: per-replica, and different. F: an accepted false alarm, equal but
+    not proved. S: a source, whether or not a run differs. ``runs`` is False if CPU devices cannot run it.
     """
 
     shows: str
@@ -451,7 +450,7 @@ def scan_from(init: Any, length: int) -> Any:
 
 
 def while_by_carry(w: Any, x: Any) -> Outputs:
-    """The test reads a carry that only the body makes per-replica."""
+    """The test reads a carry that is per-replica only after the body ran."""
 
     def body(state: Any) -> Any:
         i, limit, count, kept = state
@@ -598,7 +597,7 @@ CASES = [*PLAIN, *COLLECTIVES, *OUTSIDE, *REFS, *CONTROL]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.shows)
-def test_each_output_is_proved_mirrored_or_marked_as_the_table_says(case: Case) -> None:
+def test_marks_of_each_output(case: Case) -> None:
     marks = marks_of(case.program)
     assert "".join("P" if mark else "M" for mark in marks) == case.expected.translate(
         str.maketrans("FS", "PP")
@@ -607,7 +606,7 @@ def test_each_output_is_proved_mirrored_or_marked_as_the_table_says(case: Case) 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [case for case in CASES if case.runs], ids=lambda case: case.shows)
-def test_a_run_on_four_replicas_agrees_with_the_table(case: Case) -> None:
+def test_outputs_on_four_replicas_agree_with_the_marks(case: Case) -> None:
     equal = [is_equal(out) for out in run(case.program)]
     for letter, same in zip(case.expected, equal, strict=True):
         assert letter == "S" or same == (letter in "MF"), (case.expected, equal)
@@ -655,12 +654,12 @@ TWO_AXES = [
 
 
 @pytest.mark.parametrize("case", TWO_AXES, ids=lambda case: case.shows)
-def test_only_the_axis_of_the_replicas_counts(case: Case) -> None:
+def test_marks_with_another_mesh_axis(case: Case) -> None:
     marks = marks_of(case.program, make_mesh((4, 2), ("data", "model")))
     assert "".join("P" if mark else "M" for mark in marks) == case.expected
 
 
-def test_the_collectives_that_jax_writes_when_it_checks_varying_axes_clear_too() -> None:
+def test_collectives_of_check_vma_are_known() -> None:
     def program(x: Any) -> Any:
         return psum(x), lax.pmax(x, "data"), psum(x) + x
 
@@ -673,8 +672,8 @@ def test_the_collectives_that_jax_writes_when_it_checks_varying_axes_clear_too()
     assert [bool(mark) for mark in marks] == [False, False, True]
 
 
-def test_an_inner_map_that_binds_the_axis_again_is_opaque() -> None:
-    """JAX refuses to trace one today, so the equation is made from one over another axis."""
+def test_an_inner_shard_map_over_the_same_axis_is_opaque() -> None:
+    """JAX refuses to trace one, so the equation is made from one over another axis."""
     mesh = make_mesh((4, 2), ("data", "model"))
     jaxpr = trace(lambda x: over_model(psum, x), w_value(), mesh=mesh)
     alter(jaxpr, "shard_map", {"newly_manual_axes": frozenset({"data"})})
@@ -703,9 +702,7 @@ def test_an_inner_map_that_binds_the_axis_again_is_opaque() -> None:
         ("mul", {"axis_name": "data"}),
     ],
 )
-def test_an_equation_of_a_form_that_another_jax_would_write_is_never_proved(
-    name: str, change: dict[str, Any]
-) -> None:
+def test_an_unknown_form_of_an_equation_is_never_proved(name: str, change: dict[str, Any]) -> None:
     programs: dict[str, Callable[[Any], Any]] = {
         "psum": lambda w: psum(w),
         "jit": jax.jit(lambda w: w * 2),
@@ -724,7 +721,7 @@ def test_an_equation_of_a_form_that_another_jax_would_write_is_never_proved(
     assert mark
 
 
-def test_an_effect_that_no_rule_knows_is_never_proved() -> None:
+def test_an_unknown_effect_is_never_proved() -> None:
     jaxpr = trace(lambda w: w * 2, w_value())
     [effect] = trace(lambda w: jax.debug.print("{}", w), w_value()).effects
     jaxpr.eqns[:] = [eqn.replace(effects=frozenset({effect})) for eqn in jaxpr.eqns]
@@ -732,7 +729,7 @@ def test_an_effect_that_no_rule_knows_is_never_proved() -> None:
     assert any("mul (opaque)" in source for source in mark)
 
 
-def test_an_opaque_equation_may_write_to_the_refs_it_is_given() -> None:
+def test_an_opaque_equation_may_write_to_its_refs() -> None:
     def program(w: Any) -> Any:
         ref = jax.new_ref(w)
         jax.jit(lambda r: r[0])(ref)
@@ -745,13 +742,13 @@ def test_an_opaque_equation_may_write_to_the_refs_it_is_given() -> None:
 
 
 def test_a_captured_ref_is_never_proved() -> None:
-    """Two nested bodies may hold it as a constant each, so writes in one show in the other."""
+    """Several bodies may hold it as a constant, and write to it."""
     ref = jax.new_ref(w_value())
     [mark] = prove(trace(lambda: ref[0] * 2), [], axis_size=N).marks
     assert mark == {"a captured ref"}
 
 
-def test_the_sources_are_named_with_the_users_line() -> None:
+def test_marks_name_sources_with_the_users_line() -> None:
     def program(w: Any, x: Any) -> Any:
         return w + lax.axis_index("data") + lax.ppermute(x, "data", SHIFT)
 
@@ -802,19 +799,19 @@ def train(reduce: Callable[[Any], Any]) -> dict[str, set[str]]:
     return {part: set().union(*jax.tree.leaves(sub, is_leaf=is_mark)) for part, sub in tree.items()}
 
 
-def test_a_step_with_summed_gradients_keeps_weights_and_adam_in_sync() -> None:
+def test_summed_gradients_keep_weights_and_adam_in_sync() -> None:
     parts = train(lambda grads: lax.pmean(grads, "data"))
     assert parts == {"params": set(), "opt_state": set(), "stats": {"batch"}, "loss": {"batch"}}
 
 
-def test_a_step_that_forgets_to_reduce_is_found_and_blames_the_batch() -> None:
+def test_unreduced_gradients_are_marked_with_the_batch() -> None:
     parts = train(lambda grads: grads)
     assert parts["params"] == parts["opt_state"] == {"batch"}
 
 
 @pytest.mark.parametrize("later", [0.0, 1.0])
-def test_what_only_starts_as_zeros_is_not_summed_again(later: float) -> None:
-    """A carry that is zero in the first round of a loop may be another number after it."""
+def test_a_carry_that_only_starts_as_zeros_is_not_zero(later: float) -> None:
+    """A carry that is zero in the first iteration may be another number in the next."""
 
     def program(w: Any, x: Any) -> Any:
         return lax.scan(lambda c, _: (unreduced([c])[0] + later, c), jnp.zeros(4), None, length=2)
@@ -838,7 +835,7 @@ def in_the_test(w: Any, x: Any) -> Any:
 
 
 def by_later_carry(w: Any, x: Any) -> Any:
-    """The predicate is mirrored in the first turn only."""
+    """The predicate is mirrored in the first iteration only."""
     return lax.fori_loop(
         0, 3, lambda _, c: (c[0] + x[0], lax.cond(c[0] > 0, psum, jnp.sin, c[1])), (1.0, w)
     )
@@ -861,7 +858,7 @@ def with_callback(w: Any, x: Any) -> Any:
 
 
 def mirrored_inside(w: Any, x: Any) -> Any:
-    """The inner predicate is mirrored; the outer one decides that a replica is there at all."""
+    """The inner predicate is mirrored; the outer one decides whether a replica gets there."""
     return lax.cond(x[0] > 0, lambda: lax.cond(w[0] > 0, psum, jnp.sin, w), lambda: w)
 
 
@@ -902,7 +899,7 @@ HANGS: dict[str, tuple[Program, str]] = {
 }
 
 
-def test_the_sources_of_outer_predicates_are_named_too() -> None:
+def test_a_deadlock_names_the_sources_of_outer_predicates() -> None:
     def program(w: Any, x: Any) -> Any:
         inner = lambda: lax.cond(replica() > 1, psum, jnp.sin, w)  # noqa: E731
         return lax.cond(x[0] > 0, inner, lambda: w)
@@ -912,7 +909,7 @@ def test_the_sources_of_outer_predicates_are_named_too() -> None:
 
 
 @pytest.mark.parametrize("name", HANGS)
-def test_a_collective_that_not_every_replica_reaches_is_an_error(name: str) -> None:
+def test_a_collective_that_some_replicas_skip_is_a_deadlock(name: str) -> None:
     program, what = HANGS[name]
     with pytest.raises(DeadlockError, match=f"decided by: {what} at test_sync.py:"):
         marks_of(program)
@@ -930,13 +927,13 @@ def test_a_collective_that_not_every_replica_reaches_is_an_error(name: str) -> N
         lambda w, x: lax.cond(assume_mirrored(x[0]) > 0, psum, jnp.sin, x),
     ],
 )
-def test_a_collective_that_every_replica_reaches_is_no_error(
+def test_a_collective_that_every_replica_reaches_is_accepted(
     program: Callable[[Any, Any], Any],
 ) -> None:
     assert len(marks_of(lambda w, x: (program(w, x),))) == 1
 
 
-def test_a_collective_over_another_axis_may_stand_under_a_per_replica_predicate() -> None:
+def test_a_collective_over_another_axis_may_depend_on_a_per_replica_predicate() -> None:
     def program(w: Any, x: Any) -> Any:
         other = functools.partial(over_model, lambda v: lax.psum(v, "model"))
         return (lax.cond(x[0] > 0, other, jnp.sin, w),)
@@ -946,7 +943,7 @@ def test_a_collective_over_another_axis_may_stand_under_a_per_replica_predicate(
 
 
 @pytest.mark.parametrize("hide", [lambda j: j, lambda j: (("a", (j,)),), lambda j: Holder(j)])
-def test_a_collective_is_found_inside_an_equation_that_has_no_rule(
+def test_a_collective_inside_an_unknown_equation_is_found(
     hide: Callable[[Any], Any],
 ) -> None:
     holding_p = Primitive("holding")
@@ -965,7 +962,7 @@ class Holder:
     jaxpr: Any
 
 
-def test_the_message_says_where_why_and_what_to_type() -> None:
+def test_the_message_of_a_deadlock() -> None:
     def program(w: Any, x: Any) -> Any:
         x = x + replica()
         return lax.cond(x[0] > 0, lambda: psum(w), lambda: w)
@@ -990,8 +987,8 @@ def test_the_message_says_where_why_and_what_to_type() -> None:
 # Speed
 
 
-def test_bodies_are_not_proved_again_for_marks_seen_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each loop is visited twice, and so the innermost of ten else 2**10 times."""
+def test_bodies_are_cached_by_their_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loop is interpreted twice, so without the cache the innermost of ten 2**10 times."""
 
     def nested(depth: int, w: Any, x: Any) -> Any:
         if depth == 0:

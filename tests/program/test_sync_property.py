@@ -16,14 +16,14 @@ from benchmarks.proof import look
 @pytest.mark.parametrize(
     "examples", [24, pytest.param(500, marks=pytest.mark.exhaustive)], ids=["few", "many"]
 )
-def test_what_is_proved_mirrored_is_equal_to_the_last_bit(examples: int) -> None:
+def test_values_proved_mirrored_are_bitwise_equal(examples: int) -> None:
     figures = searched(examples, programs, look, never="false_proofs")
-    # A proof that proves nothing would be safe as well.
+    # A proof that proves nothing would be sound too.
     assert figures["proved"] > 2 * figures["false_alarms"]
     assert figures["refused"] < figures["programs"]
 
 
-def test_every_kind_of_source_is_among_the_pieces() -> None:
+def test_random_programs_have_every_kind_of_source() -> None:
     """Groups, callbacks, permutations, scatters, exchanges, linear solves and random bits."""
     wanted = {
         *("psum in groups", "all_gather in groups", "pmax in groups", "callback", "ring"),

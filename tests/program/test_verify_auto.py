@@ -1,4 +1,4 @@
-"""The first call of a step that trains is compared with one device, without being asked."""
+"""By default the first call of a training step is compared with the step on one device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def context() -> dj.ReplicaContext:
 
 @pytest.fixture(autouse=True)
 def by_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a user gets: no environment variable, no options."""
+    """The default of users: no environment variable, no options."""
     monkeypatch.delenv("DISTRIBUTE_JAX_VERIFY")
     default_run_options.cache_clear()
     yield
@@ -52,7 +52,7 @@ def losses(model: nnx.Linear, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def mean_step(model: nnx.Linear, optimizer: Any) -> Callable[..., None]:
-    """The commonest port: a loss with mean, and an optimizer that sums."""
+    """The commonest mistake in a port: a loss with mean, and an optimizer that sums."""
 
     def step(x: jax.Array, y: jax.Array) -> None:
         optimizer.update(model, nnx.grad(lambda m: losses(m, x, y).mean())(model))
@@ -61,7 +61,7 @@ def mean_step(model: nnx.Linear, optimizer: Any) -> Callable[..., None]:
 
 
 def test_a_mean_with_an_optimizer_that_sums_is_found_at_the_first_call(s4: dj.MirroredStrategy):
-    """Adam hides it in the weights and shows it in its state, also as a square; all is as before."""
+    """Adam hides the factor in the weights, but not in its state; the error changes no state."""
     model, optimizer = classifier(s4, optax.adam(1e-3))
     (batch,) = s4.distribute_dataset([(X, Y)])
     before = [np.asarray(v) for v in jax.tree.leaves(nnx.state((model, optimizer)))]
@@ -80,7 +80,7 @@ def test_a_mean_with_an_optimizer_that_sums_is_found_at_the_first_call(s4: dj.Mi
 
 
 @pytest.mark.exhaustive
-def test_the_advice_against_drifting_replicas_taken_wrongly_is_found(s4: dj.MirroredStrategy):
+def test_a_wrong_pair_of_loss_and_reduction_is_found(s4: dj.MirroredStrategy):
     """A sum of gradients of a mean, and a mean of gradients of parts of a mean."""
     model, optimizer = classifier(
         s4, optax.sgd(0.1), lambda m, tx: nnx.Optimizer(m, tx, wrt=nnx.Param)
@@ -100,13 +100,13 @@ def test_the_advice_against_drifting_replicas_taken_wrongly_is_found(s4: dj.Mirr
 
 
 @pytest.mark.parametrize("steps", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_a_right_step_is_compared_once_and_says_nothing(
+def test_a_correct_step_is_compared_once_and_logs_nothing(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, steps: int
 ):
-    """One more trace at the first call, none at another batch size, of run as of run_steps."""
+    """One more trace at the first call, none at another batch size, with run and with run_steps."""
     model, optimizer = classifier(s4, optax.adam(1e-3))
     traces: list[int] = []
-    note = traces.append  # what a list holds would be watched, and make another step
+    note = traces.append  # a captured list would be compared, and make the step compile again
 
     def step(x: jax.Array, y: jax.Array) -> None:
         note(len(x))
@@ -136,7 +136,7 @@ def test_several_steps_in_one_dispatch_are_compared_before(s4: dj.MirroredStrate
 def test_state_that_a_function_takes_and_returns_is_compared(
     s4: dj.MirroredStrategy, kind: Callable[[jax.Array], Any]
 ):
-    """As of Linen and of nnx.split. The change is looked at, which is small beside the weights."""
+    """As with Linen and nnx.split. The change is compared, which is small relative to the weights."""
     tx = optax.sgd(1e-4)
     with s4.scope():
         params = {"kernel": kind(jnp.ones((8, 3))), "bias": kind(jnp.zeros(3))}
@@ -164,7 +164,7 @@ def test_state_that_a_function_takes_and_returns_is_compared(
 
 
 def test_a_step_that_changes_nothing_at_first_is_compared_again(s4: dj.MirroredStrategy):
-    """As one whose rate warms up from 0."""
+    """Such as a step whose learning rate warms up from 0."""
     model, optimizer = classifier(s4, optax.sgd(optax.linear_schedule(0.0, 0.1, 10)))
     (batch,) = s4.distribute_dataset([(X, Y)])
     step = mean_step(model, optimizer)
@@ -175,7 +175,7 @@ def test_a_step_that_changes_nothing_at_first_is_compared_again(s4: dj.MirroredS
 
 @pytest.mark.exhaustive
 def test_gradients_that_are_added_up_first_are_compared(s4: dj.MirroredStrategy):
-    """Each replica has its own sum of them, which is read as their sum."""
+    """Each replica accumulates locally; the value is the sum over the replicas."""
     model, optimizer = classifier(
         s4, optax.sgd(0.1), lambda m, tx: dj.Optimizer(m, tx, gradient_accumulation_steps=2)
     )
@@ -195,18 +195,18 @@ def test_a_first_batch_that_is_partial_is_compared_without_its_padding(s4: dj.Mi
         optimizer.update(model, nnx.grad(loss)(model))
 
     s4.run(step, args=(1.0, *batch))
-    with pytest.raises(dj.PaddingLeakError):  # the nearer cause of the two
+    with pytest.raises(dj.PaddingLeakError):  # the more precise error of the two
         s4.run(mean_step(model, optimizer), args=batch)
 
 
 class Watched:
-    """What a step counts in Python."""
+    """A counter in Python."""
 
     calls = 0
 
 
 def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[Any]]:
-    """A step of a kind that is not compared, though it sums gradients of means; and more arguments."""
+    """A step that is not compared, although it sums gradients of means; and more arguments for it."""
     model, optimizer = classifier(strategy, optax.sgd(0.1))
     train = mean_step(model, optimizer)
     with strategy.scope():
@@ -253,20 +253,20 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
         "does not train",
     ],
 )
-def test_what_cannot_be_compared_is_not_and_nothing_is_said_of_it(
+def test_a_step_that_cannot_be_compared_runs_without_a_message(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, kind: str
 ):
     step, more = wrong(kind, s4)
     (batch,) = s4.distribute_dataset([(X, Y)])
     for _ in range(2):
         s4.run(step, args=(*batch, *more))
-    # Notices of what makes it differ from one device are given to whoever runs it.
-    said = [r.getMessage() for r in caplog.records]
-    assert all("so this step is not exactly that of one device" in text for text in said), said
+    # Only the notices that every run logs, of what makes the step differ from one device.
+    logged = [r.getMessage() for r in caplog.records]
+    assert all("so this step is not exactly that of one device" in text for text in logged), logged
 
 
-def test_a_layer_that_advances_a_stream_and_draws_nothing_is_compared(s4: dj.MirroredStrategy):
-    """As ``nnx.RNN`` does: the count of its stream is state, and no random number is in the step."""
+def test_a_step_that_advances_a_stream_without_drawing_is_compared(s4: dj.MirroredStrategy):
+    """Such as ``nnx.RNN``: the count of its stream is state, but the step has no random number."""
     with s4.scope():
         rnn = nnx.RNN(nnx.LSTMCell(8, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
         optimizer = dj.Optimizer(rnn, optax.sgd(0.1))
@@ -281,14 +281,14 @@ def test_a_layer_that_advances_a_stream_and_draws_nothing_is_compared(s4: dj.Mir
 
 
 @pytest.mark.parametrize("options", [{"verify": "off"}, {"check_sync": False}])
-def test_who_says_so_is_not_compared(s4: dj.MirroredStrategy, options: dict[str, Any]):
+def test_the_comparison_can_be_turned_off(s4: dj.MirroredStrategy, options: dict[str, Any]):
     model, optimizer = classifier(s4, optax.sgd(0.1))
     (batch,) = s4.distribute_dataset([(X, Y)])
     s4.run(mean_step(model, optimizer), args=batch, options=dj.RunOptions(**options))
 
 
-def test_what_a_step_counts_and_returns_for_each_replica_is_not_compared(s4: dj.MirroredStrategy):
-    """Metrics, sums over the replicas, results: one device would give other numbers, rightly."""
+def test_metrics_sums_and_results_are_not_compared(s4: dj.MirroredStrategy):
+    """One device correctly has other numbers."""
     model, optimizer = classifier(s4, optax.sgd(0.1))
     with s4.scope():
         seen = nnx.metrics.Average("loss")
@@ -306,7 +306,7 @@ def test_what_a_step_counts_and_returns_for_each_replica_is_not_compared(s4: dj.
     assert float(writes.numpy()) == 4
 
 
-def test_one_device_is_one_replica_for_the_strategy_too(s4: dj.MirroredStrategy):
+def test_the_strategy_has_one_replica_in_the_run_on_one_device(s4: dj.MirroredStrategy):
     """A step may ask the strategy itself for the number to divide by."""
     model, optimizer = classifier(s4, optax.sgd(0.1))
     (batch,) = s4.distribute_dataset([(X, Y)])
@@ -319,7 +319,7 @@ def test_one_device_is_one_replica_for_the_strategy_too(s4: dj.MirroredStrategy)
     assert s4.num_replicas_in_sync == 4
 
 
-def test_what_python_counts_while_it_is_traced_once_more_compiles_nothing_again(
+def test_a_python_counter_does_not_make_the_step_compile_again(
     s4: dj.MirroredStrategy,
 ):
     model, optimizer = classifier(s4, optax.sgd(0.1))
@@ -352,7 +352,7 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class Shifted(nnx.Linear):
-    """What all logits are shifted by changes no loss, so that its gradient is nothing but rounding."""
+    """A shift of all logits changes no loss, so that its gradient is only rounding."""
 
     def __init__(self, dtype: Any) -> None:
         super().__init__(8, 3, dtype=dtype, rngs=nnx.Rngs(0))
@@ -365,10 +365,10 @@ class Shifted(nnx.Linear):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_what_adam_makes_of_rounding_needs_no_float64(
+def test_weights_that_follow_from_the_state_of_adam_need_no_float64(
     s4: dj.MirroredStrategy, in_float64: list[str], dtype: Any
 ):
-    """Its weights follow from its state by equations that are those of one device; a factor is told."""
+    """The equations from state to weights are those of one device; a wrong factor is still found."""
     with s4.scope():
         model = Shifted(dtype)
         optimizer = dj.Optimizer(model, optax.adam(1e-2))
@@ -386,7 +386,7 @@ def test_what_adam_makes_of_rounding_needs_no_float64(
 
 @pytest.mark.parametrize("factor", ["asked for", "counted"])
 def test_a_factor_between_state_and_weights_is_found(s4: dj.MirroredStrategy, factor: str):
-    """The state is that of one device; the weights are not, though computed of it alone."""
+    """The state is that of one device; the weights, computed from it alone, are not."""
     with s4.scope():
         weights, moments = nnx.Param(jnp.zeros(8)), nnx.Variable(jnp.zeros(8))
     (batch,) = s4.distribute_dataset([X])
@@ -404,7 +404,7 @@ def test_a_factor_between_state_and_weights_is_found(s4: dj.MirroredStrategy, fa
 
 @pytest.mark.parametrize("factor", [1, 4])
 def test_signs_that_cancel_up_to_rounding_are_equal(s4: dj.MirroredStrategy, factor: float):
-    """The bias's gradient is 6/12 - 6/12, and no input changes its rounding; a factor elsewhere is found."""
+    """The bias's gradient is 6/12 - 6/12, whose rounding depends on no input; a factor elsewhere is found."""
     with s4.scope():
         layers = (nnx.Linear(8, 2, rngs=nnx.Rngs(0)), nnx.Linear(2, 1, rngs=nnx.Rngs(1)))
         model = nnx.Sequential(*layers)
@@ -428,7 +428,7 @@ def test_signs_that_cancel_up_to_rounding_are_equal(s4: dj.MirroredStrategy, fac
         assert "bias" not in str(caught.value)
 
 
-def test_what_large_weights_hide_is_looked_at_in_float64(
+def test_a_change_hidden_by_large_weights_is_compared_in_float64(
     s4: dj.MirroredStrategy, in_float64: list[str]
 ):
     with s4.scope():
@@ -459,7 +459,7 @@ def test_another_value_of_the_environment_is_refused(
 
 
 def test_fit_is_compared_where_the_step_is_the_users(s2: dj.MirroredStrategy):
-    """The library's own step is compared on request only."""
+    """The built-in step is compared on request only."""
 
     class Own(dj.Model):
         def train_step(self, batch: Any) -> dict[str, jax.Array]:
@@ -498,8 +498,8 @@ class Pairs(dj.Model):
         return {"loss": loss}
 
 
-def test_a_step_that_is_meant_to_differ_from_one_device_says_so(s2: dj.Strategy):
-    """By default its first batch is an error, which names the option with which it trains."""
+def test_a_train_step_that_is_meant_to_differ_turns_the_comparison_off(s2: dj.Strategy):
+    """By default its first batch is an error, which names the option."""
     with s2.scope():
         model = Pairs(nnx.Linear(8, 3, rngs=nnx.Rngs(0)))
     model.compile("sgd")

@@ -117,7 +117,7 @@ def test_a_step_that_draws_random_numbers_is_told_to_be_checked_without(s4: dj.M
 
 def test_a_value_of_each_replica_cannot_be_checked(s4: dj.MirroredStrategy):
     ids = s4.experimental_distribute_values_from_function(lambda c: c.replica_id_in_sync_group)
-    with pytest.raises(ValueError, match="which one device has no place for"):
+    with pytest.raises(ValueError, match="which has no equivalent there"):
         s4.run(lambda x: x, args=(ids,), options=dj.RunOptions(verify="first"))
 
 
