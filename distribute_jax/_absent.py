@@ -19,7 +19,7 @@ _EQUAL = "nothing: what is made in strategy.scope() is equal on all replicas"
 _RANK = "jax.process_index(), or in a step dj.get_replica_context().replica_id_in_sync_group"
 _WORLD = "strategy.num_replicas_in_sync, or jax.process_count()"
 _ARRAYS = "dj.data.from_arrays((x, y)), as from_tensor_slices; a tf.data.Dataset is taken as it is"
-_PLACED = "JAX places a model: make it in dj.OneDeviceStrategy('cpu:0').scope()"
+_PLACED = "make the model in dj.OneDeviceStrategy('cpu:0').scope(), which places it"
 _VALUES = "nothing: gradients are values that nnx.grad returns"
 _WEIGHTS = "nnx.state(model.module, nnx.Param), or model.get_weights()"
 _BUILT = "nothing: a Flax module has its weights when it is made"
@@ -34,7 +34,7 @@ _ABSENT: dict[str, dict[str, str]] = {
         "Dataset": _ARRAYS,
         "DeepSpeedStrategy FSDP FSDPStrategy": "dj.FullyShardedStrategy",
         "DeviceMesh": "strategy.mesh, which the strategy makes of its devices",
-        "Fabric": "strategy.run with a step of your own",
+        "Fabric": "strategy.run with your own step",
         "GradientTape": _GRADIENTS,
         "Input layers nn": _FLAX,
         "LayoutMap ModelParallel": "dj.ModelParallelStrategy(model=…, rules=…)",
@@ -119,7 +119,7 @@ _ABSENT: dict[str, dict[str, str]] = {
         "BCELoss": "BinaryCrossentropy()",
         "BCEWithLogitsLoss": "BinaryCrossentropy(from_logits=True)",
         "CTC ctc": "a function that calls optax.ctc_loss",
-        "Circle Dice Tversky": "it compares examples of a batch, of which no replica has all: docs/losses.md",
+        "Circle Dice Tversky": "it compares all examples of the batch with each other: docs/losses.md",
         "CrossEntropyLoss": "SparseCategoricalCrossentropy(from_logits=True)",
         "HuberLoss": "Huber()",
         "KLDivLoss": "KLDivergence()",
@@ -150,7 +150,7 @@ _ABSENT: dict[str, dict[str, str]] = {
     "jax.Array": {
         "backward": _GRADIENTS,
         "clone": "nothing: an array does not change",
-        "contiguous": "nothing: JAX lays arrays out",
+        "contiguous": "nothing: JAX chooses the layout",
         "cpu cuda": "nothing: JAX places the step",
         "detach": "jax.lax.stop_gradient(x)",
         "expand": "jnp.broadcast_to(x, shape)",
@@ -185,7 +185,7 @@ _ABSENT: dict[str, dict[str, str]] = {
         "count_params": "model.summary()",
         "cpu cuda to": _PLACED,
         "distribute_strategy": "strategy",
-        "eval": "nothing: evaluate and predict set the mode; model.module.eval() for calls of your own",
+        "eval": "nothing: evaluate and predict set the mode; model.module.eval() for your own calls",
         "evaluate_generator fit_generator predict_generator": "fit, evaluate and predict take generators",
         "forward": "model(x)",
         "freeze trainable": "compile(trainable='^head') freezes all other weights",
@@ -200,7 +200,7 @@ _ABSENT: dict[str, dict[str, str]] = {
         "predict_proba": "predict(x)",
         "reset_metrics reset_states": "nothing: every epoch and evaluation starts its metrics",
         "state_dict": "nnx.state(model.module), or save_weights(folder)",
-        "train": "fit; model.module.train() for calls of your own",
+        "train": "fit; model.module.train() for your own calls",
         "variables": "nnx.state(model.module)",
         "zero_grad": _VALUES,
     },
@@ -220,7 +220,7 @@ _ABSENT: dict[str, dict[str, str]] = {
     "dj.data.ArrayDataset": {
         "cache": "the arrays are in memory",
         "cardinality": "len(dataset)",
-        "concatenate": "from_arrays of joined arrays",
+        "concatenate": "from_arrays of concatenated arrays",
         "filter": "select the rows before: from_arrays(x[mask])",
         "padded_batch": "pad the arrays before, or map a function that pads",
         "prefetch": _READS_AHEAD,
@@ -260,7 +260,7 @@ _KEYWORDS: dict[str, dict[str, str]] = {
     },
     "dj.callbacks.ModelCheckpoint": {
         "dirpath": "filepath",
-        "every_n_epochs period": "save_freq, in batches, or a callback of your own",
+        "every_n_epochs period": "save_freq, in batches, or your own callback",
         "every_n_train_steps": "save_freq",
         "filename": "filepath, as 'folder/{epoch:02d}'",
         "save_format": "leave it out: a checkpoint is a folder",

@@ -60,7 +60,6 @@ def in_replica_context() -> bool:
 
 
 def push(frame: Frame) -> None:
-    """Makes a frame current."""
     _stack.frames.append(frame)
 
 
@@ -75,7 +74,6 @@ def pop(frame: Frame) -> None:
 
 
 def depth() -> int:
-    """Returns how many frames this thread has entered."""
     return len(_stack.frames)
 
 

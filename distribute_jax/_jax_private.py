@@ -125,9 +125,7 @@ def uncommitted(array: jax.Array) -> jax.Array:
     """
     try:
         return type(array)(array.aval, array.sharding, [array], committed=False)  # type: ignore[call-arg]
-    except (
-        TypeError
-    ):  # the constructor changed: a copy through the host is slower and equally correct
+    except TypeError:  # the constructor changed: a copy through the host is slower but correct
         with outside_mesh():
             return jax.numpy.asarray(jax.device_get(array))
 

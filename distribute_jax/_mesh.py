@@ -89,7 +89,6 @@ def factors(number: int) -> list[int]:
 
 @functools.lru_cache
 def num_replicas(mesh: Mesh) -> int:
-    """Returns the number of replicas on a mesh."""
     return int(mesh.shape[DATA]) * replicas_per_device(mesh)
 
 
@@ -101,7 +100,6 @@ def replicas_per_device(mesh: Mesh) -> int:
 
 
 def cores_per_replica(mesh: Mesh) -> int:
-    """Returns the number of devices of each replica."""
     return int(mesh.size // mesh.shape[DATA])
 
 

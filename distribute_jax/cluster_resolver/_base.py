@@ -59,7 +59,7 @@ class ClusterResolver(abc.ABC):
 
     @classmethod
     def is_present(cls) -> bool:
-        """Returns whether this process runs in such a cluster: whether all ``variables`` are set.
+        """True if this process runs in such a cluster: if all ``variables`` are set.
 
         Always False for a resolver that takes the cluster as an argument.
         """
@@ -124,7 +124,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_type(self) -> str | None:
-        """The job of this process; None where it is not known. May be set."""
+        """The job of this process; None if it is not known. May be set."""
         return self._detected_task()[0] if self._task_type is None else self._task_type
 
     @task_type.setter
@@ -133,7 +133,7 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_id(self) -> int | None:
-        """The index of this process in its job; None where it is not known. May be set."""
+        """The index of this process in its job; None if it is not known. May be set."""
         return self._detected_task()[1] if self._task_id is None else self._task_id
 
     @task_id.setter

@@ -1,4 +1,4 @@
-"""Which resolver fits the environment of this process."""
+"""``detect()``: the resolver that fits the environment of this process."""
 
 from __future__ import annotations
 

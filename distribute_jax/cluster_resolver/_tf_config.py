@@ -76,7 +76,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @classmethod
     def is_present(cls) -> bool:
-        """Returns whether TF_CONFIG describes a cluster; ``{}`` does not, and malformed text raises."""
+        """True if TF_CONFIG describes a cluster; ``{}`` does not, and malformed text raises."""
         return bool(_read().cluster)
 
     def cluster_spec(self) -> ClusterSpec:

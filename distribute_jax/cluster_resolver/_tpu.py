@@ -1,4 +1,4 @@
-"""Resolves the hosts of a TPU, from the environment, the metadata server or the Cloud TPU API.
+"""The hosts of a TPU, from the environment, the metadata server or the Cloud TPU API.
 
 Samples of what the metadata server answers::
 
@@ -136,10 +136,7 @@ class TPUClusterResolver(ClusterResolver):
 
     @classmethod
     def is_present(cls) -> bool:
-        """Returns whether this machine is a host of a TPU, without a request.
-
-        True if the environment names the hosts, or if there are chips and libtpu.
-        """
+        """True if the environment names the hosts of a TPU, or if there are chips and libtpu."""
         if _is_in_environment():
             return True
         may_ask = "TPU_SKIP_MDS_QUERY" not in os.environ and find_spec("libtpu") is not None

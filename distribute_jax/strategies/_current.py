@@ -35,7 +35,7 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Returns whether a strategy other than the default one is current.
+    """True if a strategy other than the default one is current.
 
     Example:
         >>> import distribute_jax as dj
@@ -68,7 +68,7 @@ def get_replica_context() -> Any:
 
 
 def in_cross_replica_context() -> bool:
-    """Returns whether the code runs in ``scope()`` or ``merge_call``, outside any replica.
+    """True in ``scope()`` and ``merge_call``, outside any replica.
 
     Example:
         >>> import distribute_jax as dj

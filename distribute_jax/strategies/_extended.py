@@ -196,7 +196,7 @@ class StrategyExtended:
         return value
 
     def variable_created_in_scope(self, v: nnx.Variable[Any]) -> bool:
-        """Returns whether a variable is stored where this strategy's ``scope()`` puts variables.
+        """True if a variable is stored where this strategy's ``scope()`` places variables.
 
         Raises:
             ValueError: ``v`` is not a variable.

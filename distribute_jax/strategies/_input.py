@@ -41,7 +41,7 @@ class InputMethods:
         dataset: Iterable[PyTree] | Callable[[], Iterable[PyTree]],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
-        """Spreads global batches over the replicas.
+        """Distributes global batches over the replicas.
 
         Each element keeps its structure; its arrays become per-replica values that ``run`` splits. The
         results for a partial batch are exactly those of one device.

@@ -140,9 +140,9 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
         named = _leaves_of(model, state)
         variables = [v for v, _ in named if v is not None]
         paths = [path for v, path in named if v is not None]
-        wanted = iter(replicas.shardings(variables, lambda: paths))
+        of_leaves = iter(replicas.shardings(variables, lambda: paths))
         parts[:] = graph, tree, [
-            (next(wanted) if v is not None else None) or replicas.state
+            (next(of_leaves) if v is not None else None) or replicas.state
             for v, _ in named
             for _ in ([v] if v is None else jax.tree.leaves(v))
         ]  # fmt: skip

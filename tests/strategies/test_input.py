@@ -38,13 +38,6 @@ def test_datasets_are_made_in_cross_replica_context(s2: dj.MirroredStrategy):
             make(lambda *_: BATCHES)
 
 
-@pytest.mark.parametrize("options", [{"partial": "drop"}, "drop", dj.RunOptions()], ids=type)
-def test_options_of_another_kind_are_refused(s2: dj.MirroredStrategy, options: object):
-    for make in (s2.distribute_dataset, s2.distribute_datasets_from_function):
-        with pytest.raises(dj.ArgumentError, match=r"options must be None or dj\.InputOptions"):
-            make(lambda *_: BATCHES, options)
-
-
 @pytest.mark.parametrize("policy", ["auto", "off"])
 def test_a_step_has_the_same_numbers_under_both_sharding_policies(
     strategy: dj.Strategy, policy: str

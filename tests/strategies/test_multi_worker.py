@@ -67,19 +67,6 @@ def test_several_workers_after_the_backend_has_started_are_refused(monkeypatch: 
         dj.MultiWorkerMirroredStrategy(resolver)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"cluster_resolver": "worker"}, "must be None or dj.cluster_resolver.ClusterResolver"),
-        ({"cluster_options": 30}, "must be None or dj.ClusterOptions"),
-        ({"communication_options": "ring"}, "CommunicationOptions"),
-    ],
-)
-def test_arguments_of_another_kind_are_refused_by_name(arguments: Any, text: str):
-    with pytest.raises(ValueError, match=text):
-        dj.MultiWorkerMirroredStrategy(**arguments)
-
-
 @pytest.mark.parametrize("name", ["start_seconds", "step_seconds", "heartbeat_seconds"])
 @pytest.mark.parametrize("value", [0, -1, float("inf"), "5", True, None])
 def test_times_to_wait_are_positive_numbers(name: str, value: Any):

@@ -16,13 +16,7 @@ import distribute_jax as dj
 Call = Callable[[dj.Strategy, Any], Any]
 CALLS: dict[str, tuple[Call, str]] = {
     "options": (lambda s, v: s.run(f, options="x"), "run: options must be None or dj.RunOptions"),
-    "options={}": (lambda s, v: s.run(f, options={}), "run: options must be None or"),
-    "steps": (lambda s, v: s.run_steps(f, iter([1]), 1, options="x"), "options must be None or"),
     "update args": (lambda s, v: s.extended.update(v, f, args=3), r"update\(var, fn, args=int 3\)"),
-    "update kwargs": (
-        lambda s, v: s.extended.update(v, f, kwargs=3),
-        "update: kwargs must be None or a dict",
-    ),
     "update fn": (lambda s, v: s.extended.update(v, 5), "update: fn must be a function; got 5"),
     "merge args": (
         lambda s, v: merge(s, args=3),
@@ -70,10 +64,6 @@ CALLS: dict[str, tuple[Call, str]] = {
     "pairs": (
         lambda s, v: s.extended.batch_reduce_to("sum", [v]),
         "takes pairs of a value and its destinations",
-    ),
-    "reduce options": (
-        lambda s, v: s.extended.batch_reduce_to("sum", [(v, v)], options="bogus"),
-        "batch_reduce_to: options must be None or .* got 'bogus'",
     ),
     "reduce_to": (
         lambda s, v: s.extended.reduce_to("sum", v, v, options="bogus"),
