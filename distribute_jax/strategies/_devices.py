@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from distribute_jax import processes
-from distribute_jax._checks import check_choice, check_int
+from distribute_jax._checks import check_choice, check_int, is_integer
 from distribute_jax._errors import ArgumentError, DistributeError
 from distribute_jax._mesh import DATA
 from distribute_jax._supervision import DEVICE_COUNT
@@ -43,10 +43,10 @@ def find_device(name: Any) -> jax.Device:
             f"{name} belongs to process {name.process_index}, and this is process {jax.process_index()}. "
             "This strategy works on the devices of one process: choose from jax.local_devices()."
         )
-    if isinstance(name, int) and not isinstance(name, bool):
-        devices = jax.local_devices()
-        if 0 <= name < len(devices):
-            return devices[name]
+    if is_integer(name) and not isinstance(name, bool):
+        devices, index = jax.local_devices(), operator.index(name)
+        if 0 <= index < len(devices):
+            return devices[index]
     elif isinstance(name, str) and (match := _NAME.match(name)):
         kind = _KINDS.get(match["kind"].lower(), "")
         devices = devices_of(kind)
@@ -70,7 +70,7 @@ def find_devices(names: Sequence[Any] | None) -> list[jax.Device]:
     """Returns the local devices of a strategy; all of them for None or an empty list."""
     if names is None or (isinstance(names, Sequence) and not isinstance(names, str) and not names):
         return list(jax.local_devices())
-    if isinstance(names, (int, np.integer)) and not isinstance(names, bool):
+    if is_integer(names) and not isinstance(names, bool):
         raise ArgumentError(
             f"The devices of a strategy cannot be the number {names}. Pass [{names}] for device {names}, "
             f"or range({names}) for the first {names}."

@@ -7,6 +7,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import distribute_jax as dj
@@ -178,6 +179,7 @@ def test_no_cluster_resolver_on_one_process(s2: dj.MirroredStrategy):
     ("name", "index"),
     [
         (3, 3),
+        (np.int64(3), 3),
         ("cpu:3", 3),
         ("CPU:3", 3),
         ("/cpu:3", 3),
