@@ -331,7 +331,7 @@ _FRAMEWORKS = {
     "torch": "PyTorch",
     "torchmetrics": "TorchMetrics",
 }
-_KINDS = {
+_EQUIVALENTS = {
     "Callback": "dj.callbacks",
     "LRScheduler": _SCHEDULES,
     "Layer": _FLAX,
@@ -367,8 +367,9 @@ def foreign(value: Any) -> str:
     kind = value if isinstance(value, type) else type(value)
     for cls in kind.__mro__:
         framework = _FRAMEWORKS.get(str(cls.__module__).partition(".")[0])
-        if framework and cls.__name__ in _KINDS:
-            return f"{kind.__name__} of {framework} (instead: {_equivalent(kind, _KINDS[cls.__name__])})"
+        if framework and cls.__name__ in _EQUIVALENTS:
+            instead = _equivalent(kind, _EQUIVALENTS[cls.__name__])
+            return f"{kind.__name__} of {framework} (instead: {instead})"
     return ""
 
 

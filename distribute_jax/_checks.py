@@ -173,19 +173,20 @@ def checked(function: _F) -> _F:
     inner = inspect.unwrap(function)
     if function in _checked or not inspect.isfunction(inner):
         return _checked.get(function, function)  # type: ignore[no-any-return]
-    code, known = inner.__code__, []
-    for place, name in enumerate(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]):
+    code, parameters = inner.__code__, []
+    for position, name in enumerate(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]):
         types = _checkable_types(inner.__annotations__.get(name), inner.__globals__["__name__"])
         if types and inner.__qualname__ not in _CHECK_THEMSELVES:
             exact = (*types, *map(_COMMON_TYPE.get, types))  # compared first, since that is quick
-            known.append((place if place < code.co_argcount else 1 << 16, name, types, exact))
+            is_positional = position < code.co_argcount
+            parameters.append((position if is_positional else sys.maxsize, name, types, exact))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         depth = _frames.depth()
         try:
-            for place, name, types, exact in known:
-                value = args[place] if place < len(args) else kwargs.get(name, _OMITTED)
+            for position, name, types, exact in parameters:
+                value = args[position] if position < len(args) else kwargs.get(name, _OMITTED)
                 if type(value) in exact or value is _OMITTED or _has_type(value, types):
                     continue
                 wanted = " or ".join(dict.fromkeys(map(_type_text, types)))

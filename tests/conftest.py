@@ -41,7 +41,7 @@ ONE_REPLICA = "program/test_run"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the other numbers of replicas, before any test is left out."""
+    """Marks other numbers of replicas as exhaustive, before tests are deselected."""
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         where = item.path.relative_to(TESTS).as_posix()
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leaves what was imported out of later collections of garbage, which took a twentieth of the time."""
+    """Excludes what was imported from garbage collection, which took a twentieth of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
@@ -59,7 +59,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def default_sigterm() -> Iterator[None]:
-    """Whatever another test of this process left as the handler of SIGTERM."""
+    """The default handler of SIGTERM, whatever another test has installed."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -67,7 +67,7 @@ def default_sigterm() -> Iterator[None]:
 
 @pytest.fixture(params=[1, 2, 4, 8])
 def strategy(request: pytest.FixtureRequest) -> dj.Strategy:
-    """A mirrored strategy of 4 replicas, of 1 as well in some files, of all numbers in exhaustive tests."""
+    """A mirrored strategy of 4 replicas; in exhaustive tests, and partly in others, of 1, 2 and 8 too."""
     return dj.MirroredStrategy(list(range(request.param)))
 
 
@@ -85,7 +85,7 @@ def s4() -> dj.MirroredStrategy:
 
 @pytest.fixture(autouse=True)
 def _no_strategy_left_behind() -> None:
-    """Fails a test that leaves a strategy current, and leaves it before the next one."""
+    """Fails a test that leaves a strategy current."""
     yield
     left_open = _frames.depth()
     _frames.leave_to(0)

@@ -1,4 +1,4 @@
-"""Each entry of ``_jax_private.py`` still does what it says on the installed JAX and Flax."""
+"""Each entry of ``_jax_private.py`` works as described with the installed JAX and Flax."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from distribute_jax import _jax_private
 
 
 @contextmanager
-def promised(entry: str, owner: str) -> Iterator[None]:
-    """Fails with the versions that moved what an entry stands on."""
+def naming_versions(entry: str, owner: str) -> Iterator[None]:
+    """Lets a failure name the version that moved what an entry uses."""
     try:
         yield
     except Exception as error:
@@ -40,7 +40,7 @@ def promised(entry: str, owner: str) -> Iterator[None]:
 def test_a_moved_name_fails_with_the_version_that_moved_it() -> None:
     with (
         pytest.raises(pytest.fail.Exception, match=f"Flax {flax.__version__} moved .*read_raw"),
-        promised("read_raw", "Flax"),
+        naming_versions("read_raw", "Flax"),
     ):
         nnx.Param(jnp.ones(2))._no_such_name  # noqa: B018
 
@@ -58,7 +58,7 @@ def test_every_entry_has_a_test_here() -> None:
 
 
 def test_read_metadata_returns_the_dict_that_set_metadata_changes() -> None:
-    with promised("read_metadata", "Flax"):
+    with naming_versions("read_metadata", "Flax"):
         variable = nnx.Param(jnp.ones(2), rate=1)
         [table] = _jax_private.read_metadata([variable])
         variable.set_metadata(rate=2)
@@ -68,7 +68,7 @@ def test_read_metadata_returns_the_dict_that_set_metadata_changes() -> None:
 
 
 def test_metadata_entries_counts_what_set_metadata_adds() -> None:
-    with promised("metadata_entries", "Flax"):
+    with naming_versions("metadata_entries", "Flax"):
         variables = [nnx.Param(jnp.ones(2)), nnx.Param(jnp.ones(2), rate=1)]
         before = _jax_private.metadata_entries(variables)
         variables[0].set_metadata(rate=2)
@@ -76,19 +76,17 @@ def test_metadata_entries_counts_what_set_metadata_adds() -> None:
 
 
 class Doubling(nnx.Variable[jax.Array]):
-    """A variable whose own reading and writing change the value."""
+    """A variable with hooks that double the value on reading and on writing."""
 
     def get_value(self, **_: object) -> jax.Array:
-        """Reads twice the value."""
         return super().get_value() * 2
 
     def set_value(self, value: jax.Array, **_: object) -> None:
-        """Stores twice the value."""
         super().set_value(value * 2)
 
 
-def test_read_raw_gives_the_very_array_past_hooks() -> None:
-    with promised("read_raw", "Flax"):
+def test_read_raw_returns_the_array_without_hooks() -> None:
+    with naming_versions("read_raw", "Flax"):
         plain, doubling = nnx.Param(jnp.ones(2)), Doubling(jnp.ones(2))
         raws = _jax_private.read_raw([plain, doubling])
         assert raws[0] is plain.get_raw_value()
@@ -96,8 +94,8 @@ def test_read_raw_gives_the_very_array_past_hooks() -> None:
         np.testing.assert_array_equal(raws[1], [1.0, 1.0])
 
 
-def test_write_raw_stores_the_very_array_past_hooks() -> None:
-    with promised("write_raw", "Flax"):
+def test_write_raw_stores_the_array_without_hooks() -> None:
+    with naming_versions("write_raw", "Flax"):
         plain, doubling = nnx.Param(jnp.zeros(2)), Doubling(jnp.zeros(2))
         new = [jnp.ones(2), jnp.full(2, 3.0)]
         _jax_private.write_raw([plain, doubling], new)
@@ -113,7 +111,7 @@ def test_at_top_level_is_false_under_every_transformation() -> None:
         seen.append(_jax_private.at_top_level())
         return x * 1.0
 
-    with promised("at_top_level", "JAX"):
+    with naming_versions("at_top_level", "JAX"):
         assert _jax_private.at_top_level()
         jax.jit(note)(1.0)
         jax.grad(note)(1.0)
@@ -126,27 +124,24 @@ def test_at_top_level_is_false_under_every_transformation() -> None:
 
 
 class Counter(nnx.Module):
-    """A module whose variable and plain attribute a step changes."""
-
     def __init__(self) -> None:
         self.count = nnx.Variable(jnp.zeros(()))
         self.last = 0
 
     def add(self) -> None:
-        """Changes both."""
         self.count[...] += 1.0
         self.last = 1
 
 
 def test_owned_by_current_trace_is_needed() -> None:
     counter = Counter()
-    with promised("owned_by_current_trace", "Flax"):
+    with naming_versions("owned_by_current_trace", "Flax"):
         with pytest.raises(flax.errors.TraceContextError):
             jax.make_jaxpr(lambda x: counter.add() or x)(1.0)
         assert counter.last == 0
 
 
-def test_owned_by_current_trace_lets_a_step_write_and_gives_back() -> None:
+def test_owned_by_current_trace_lets_a_step_write_and_restores_the_owner() -> None:
     counter = Counter()
     raw = counter.count.get_raw_value()
 
@@ -158,18 +153,18 @@ def test_owned_by_current_trace_lets_a_step_write_and_gives_back() -> None:
             _jax_private.write_raw([counter.count], [raw])
         return new
 
-    with promised("owned_by_current_trace", "Flax"):
+    with naming_versions("owned_by_current_trace", "Flax"):
         assert float(jax.jit(step)(2.0)) == 3.0
         assert counter.count.get_raw_value() is raw
         counter.add()
         assert float(counter.count[...]) == 1.0
 
 
-def test_adopt_lets_code_outside_write_what_a_trace_made() -> None:
+def test_adopt_lets_code_outside_write_to_variables_of_a_trace() -> None:
     made: list[nnx.Variable[jax.Array]] = []
     jax.make_jaxpr(lambda x: made.append(nnx.Param(x)) or x)(1.0)
     _jax_private.write_raw(made, [jnp.ones(())])
-    with promised("adopt", "Flax"):
+    with naming_versions("adopt", "Flax"):
         with pytest.raises(flax.errors.TraceContextError):
             made[0][...] = jnp.zeros(())
         _jax_private.adopt(made)
@@ -178,7 +173,7 @@ def test_adopt_lets_code_outside_write_what_a_trace_made() -> None:
 
 
 def test_hidden_attributes_are_all_that_flax_adds_to_a_module() -> None:
-    with promised("HIDDEN_ATTRIBUTES", "Flax"):
+    with naming_versions("HIDDEN_ATTRIBUTES", "Flax"):
         assert set(vars(Counter())) - {"count", "last"} == set(_jax_private.HIDDEN_ATTRIBUTES)
 
 
@@ -186,7 +181,7 @@ def test_uncommitted_moves_no_data_and_mixes_with_arrays_on_other_devices() -> N
     there = jax.device_put(jnp.ones(2), jax.devices()[3])
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.device_put(jnp.ones(2), jax.sharding.NamedSharding(mesh, jax.P("data")))
-    with promised("uncommitted", "JAX"):
+    with naming_versions("uncommitted", "JAX"):
         with pytest.raises(ValueError, match="devices"):
             there + spread
         free = _jax_private.uncommitted(there)
@@ -196,8 +191,8 @@ def test_uncommitted_moves_no_data_and_mixes_with_arrays_on_other_devices() -> N
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_deleted_arrays_crash_only_where_it_says_so(devices: int) -> None:
-    """Where it says no, JAX refuses an array that was donated before it takes the others."""
+def test_deleted_arrays_crash_is_false_only_if_jax_raises(devices: int) -> None:
+    """JAX then refuses the donated array before it takes the other inputs."""
     if _jax_private.deleted_arrays_crash(devices):
         assert devices > 1
         assert jax.__version_info__ < (0, 12), "a version known to raise is asked at every step"
@@ -209,7 +204,7 @@ def test_deleted_arrays_crash_only_where_it_says_so(devices: int) -> None:
     compiled = step.lower(first, second).compile()
     jax.jit(jnp.exp, donate_argnums=0)(second)
     assert second.is_deleted()
-    with promised("deleted_arrays_crash", "JAX"), pytest.raises((RuntimeError, ValueError)):
+    with naming_versions("deleted_arrays_crash", "JAX"), pytest.raises((RuntimeError, ValueError)):
         compiled(first, second)
     assert not first.is_deleted()
 
@@ -227,16 +222,15 @@ before_exit(work)
 """
 
 
-def test_before_exit_comes_while_threads_may_start() -> None:
-    with promised("before_exit", "Python"):
+def test_before_exit_runs_while_threads_may_start() -> None:
+    with naming_versions("before_exit", "Python"):
         done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True)
         assert done.stdout == "worked in another thread\n", done.stderr
 
 
 def test_backend_is_started_is_true_once_a_device_was_used() -> None:
-    """The question that decides whether processes can still be connected."""
     jnp.ones(1)
-    with promised("backend_is_started", "JAX"):
+    with naming_versions("backend_is_started", "JAX"):
         assert _jax_private.backend_is_started() is True
         code = "from distribute_jax import _jax_private; print(_jax_private.backend_is_started())"
         done = subprocess.run(
@@ -245,10 +239,9 @@ def test_backend_is_started_is_true_once_a_device_was_used() -> None:
         assert done.stdout.strip() == "False"
 
 
-def test_coordination_client_is_none_in_a_process_alone_and_the_state_has_it() -> None:
-    """The attribute is there, and the client has the calls that the store makes."""
+def test_coordination_client_is_none_in_a_single_process() -> None:
     _jax = importlib.import_module("jax._src.lib")._jax
-    with promised("coordination_client", "JAX"):
+    with naming_versions("coordination_client", "JAX"):
         assert _jax_private.coordination_client() is None
         methods = dir(_jax.DistributedRuntimeClient)
     needed = {"key_value_set", "blocking_key_value_get", "key_value_dir_get", "key_value_delete"}
@@ -256,7 +249,7 @@ def test_coordination_client_is_none_in_a_process_alone_and_the_state_has_it() -
 
 
 def test_trace_settings_differ_where_jit_traces_again() -> None:
-    with promised("trace_settings", "JAX"):
+    with naming_versions("trace_settings", "JAX"):
         usual = _jax_private.trace_settings()
         for context in (
             jax.enable_x64(True),
@@ -270,16 +263,16 @@ def test_trace_settings_differ_where_jit_traces_again() -> None:
         assert _jax_private.trace_settings() == usual
 
 
-def test_trace_settings_do_not_mind_a_mesh() -> None:
+def test_trace_settings_do_not_depend_on_the_mesh() -> None:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    with promised("trace_settings", "JAX"):
+    with naming_versions("trace_settings", "JAX"):
         usual = _jax_private.trace_settings()
         with jax.set_mesh(mesh):
             assert _jax_private.trace_settings() == usual
 
 
 def test_last_settings_is_one_object_until_a_setting_changes() -> None:
-    with promised("last_settings", "JAX"):
+    with naming_versions("last_settings", "JAX"):
         _jax_private.trace_settings()
         before = _jax_private.last_settings()
         _jax_private.trace_settings()
@@ -291,7 +284,7 @@ def test_last_settings_is_one_object_until_a_setting_changes() -> None:
 
 def test_call_in_c_runs_a_compiled_program_without_python() -> None:
     compiled = jax.jit(lambda x: x + 1).lower(jnp.ones(3)).compile()
-    with promised("call_in_c", "JAX"):
+    with naming_versions("call_in_c", "JAX"):
         compiled(jnp.ones(3))
         call = _jax_private.call_in_c(compiled)
         assert call is not None
@@ -305,28 +298,28 @@ def test_call_in_c_runs_a_compiled_program_without_python() -> None:
         np.testing.assert_array_equal(result, 2.0)
 
 
-def test_array_is_the_type_of_arrays_and_of_no_tracer_or_key() -> None:
-    with promised("ARRAY", "JAX"):
+def test_array_is_the_type_of_arrays_but_not_of_tracers_or_keys() -> None:
+    with naming_versions("ARRAY", "JAX"):
         assert type(jnp.ones(3)) is _jax_private.ARRAY
         assert type(jax.random.key(0)) is not _jax_private.ARRAY
         jax.jit(lambda x: None if type(x) is not _jax_private.ARRAY else 1 / 0)(1.0)
 
 
-def test_is_high_is_true_of_what_jax_0_12_has_to_replace_before_it_compiles() -> None:
+def test_is_high_is_true_of_hi_primitives() -> None:
     numbers = jnp.arange(4.0)
-    with promised("is_high", "JAX"):
+    with naming_versions("is_high", "JAX"):
         assert not _jax_private.is_high(jax.make_jaxpr(jnp.sin)(numbers))
         high = _jax_private.is_high(jax.make_jaxpr(jnp.searchsorted)(numbers, numbers))
         assert high == (jax.__version_info__ >= (0, 12))
 
 
-def test_without_layout_check_takes_what_a_callback_has_put_on_the_devices() -> None:
+def test_without_layout_check_accepts_packed_arrays() -> None:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.sharding.NamedSharding(mesh, jax.P("data"))
     host = np.arange(4).astype(jnp.int4)
     array = jax.make_array_from_callback((4,), split, lambda index: np.array(host[index]))
     jitted = jax.jit(lambda x: [x + x], in_shardings=split, out_shardings=[split])
-    with promised("without_layout_check", "JAX"):
+    with naming_versions("without_layout_check", "JAX"):
         compiled = jitted.lower(array).compile()
         (result,) = _jax_private.without_layout_check(compiled, [array])(array)
         np.testing.assert_array_equal(result, host + host)

@@ -1,4 +1,4 @@
-"""Integers that need more bits than JAX has are refused wherever they come in; none wraps."""
+"""Integers that need more bits than JAX has are refused at every entry point."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ BIG = 2**40
 
 
 def inside(strategy: dj.Strategy, act: Callable[[Any], Any]) -> Any:
-    """Does something with the replica context in a step."""
     return strategy.run(lambda: act(dj.get_replica_context()))
 
 
@@ -39,13 +38,11 @@ ENTRIES: dict[str, Callable[[dj.Strategy, Any], Any]] = {
 @pytest.mark.parametrize("value", [BIG, -BIG, 10**400, np.array([1, BIG]), np.uint64(2**63)])
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_an_integer_that_does_not_fit_is_refused(s2: dj.Strategy, entry: str, value: Any):
-    """The message says that it does not fit and what to turn on, and it is a ValueError of ours."""
     with pytest.raises(dj.ArgumentError, match=r"(does|do) not fit .*jax_enable_x64"):
         ENTRIES[entry](s2, value)
 
 
 def test_a_result_that_does_not_fit_is_refused(s2: dj.Strategy):
-    """NumPy integers that a step returns would wrap on the way out."""
     with pytest.raises(ValueError, match=r"result of its step, got int64\[1\], which does not fit"):
         s2.run(lambda: np.array([BIG]))
 
@@ -54,13 +51,11 @@ def test_a_result_that_does_not_fit_is_refused(s2: dj.Strategy):
     "value",
     [2**31 - 1, -(2**31), True, np.array([2**32 - 1], np.uint64), np.zeros(0, int), 1e30, "a"],
 )
-def test_what_fits_goes_through_as_it_is(value: Any):
-    """The largest numbers fit, and what is not an integer is not checked here."""
+def test_other_values_are_returned_as_they_are(value: Any):
     assert check_int_range(value, "it") is value
 
 
-def test_x64_mode_takes_more():
-    """With 64 bits 2**40 fits and 2**63 does not."""
+def test_x64_mode_accepts_64_bits():
     with jax.enable_x64(True):
         assert check_int_range(BIG, "it") == BIG
         with pytest.raises(ValueError, match="does not fit int64"):

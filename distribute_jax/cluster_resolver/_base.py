@@ -16,7 +16,7 @@ from distribute_jax.cluster_resolver._spec import ClusterSpec
 CHIEF = "chief"
 WORKER = "worker"
 EVALUATOR = "evaluator"
-_KINDS = {"gpu": "GPU", "cuda": "GPU", "rocm": "GPU"}
+_ACCELERATORS = {"gpu": "GPU", "cuda": "GPU", "rocm": "GPU"}
 
 
 class ClusterResolver(abc.ABC):
@@ -308,4 +308,4 @@ def with_layer(address: str, rpc_layer: str | None) -> str:
 def count_by_kind(devices: Iterable[Any]) -> dict[str, int]:
     """Returns the number of accelerators by TensorFlow's name of their kind."""
     kinds = [device.platform for device in devices if device.platform != "cpu"]
-    return dict(Counter(_KINDS.get(kind, kind.upper()) for kind in kinds))
+    return dict(Counter(_ACCELERATORS.get(kind, kind.upper()) for kind in kinds))

@@ -31,7 +31,7 @@ _NAME = re.compile(
     r"^/?(?:job:\w+/?)?(?:replica:\d+/?)?(?:task:\d+/?)?(?:device:)?(?P<kind>[a-z]+)(?::(?P<index>\d+))?$",
     re.IGNORECASE,
 )
-_KINDS = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu", "cpu": "cpu"}
+_PLATFORMS = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu", "cpu": "cpu"}
 
 
 def find_device(name: Any) -> jax.Device:
@@ -48,7 +48,7 @@ def find_device(name: Any) -> jax.Device:
         if 0 <= index < len(devices):
             return devices[index]
     elif isinstance(name, str) and (match := _NAME.match(name)):
-        kind = _KINDS.get(match["kind"].lower(), "")
+        kind = _PLATFORMS.get(match["kind"].lower(), "")
         devices = devices_of(kind)
         if kind == "gpu" and not devices:
             raise ArgumentError(
