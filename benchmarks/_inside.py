@@ -15,7 +15,7 @@ import jax
 from benchmarks._harness import stopwatch
 from benchmarks._steps import Trained
 from distribute_jax.program import RunOptions, _call as _entry
-from distribute_jax.program._arguments import take_apart
+from distribute_jax.program._arguments import flatten_arguments
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._cache import Request
 from distribute_jax.program._call import BoundProgram
@@ -28,9 +28,9 @@ from distribute_jax.program._trace import Call, trace
 def entry_of(trained: Trained) -> tuple[BoundProgram, list[Any]]:
     """Returns the program that a call of ``run`` would use, compiled if need be, and its values."""
     strategy = trained.strategy
-    arguments = take_apart(trained.batch, {}, strategy.mesh)
+    arguments = flatten_arguments(trained.batch, {}, strategy.mesh)
     request = Request(trained.step, arguments, RunOptions())
-    return strategy._runner.entry(request), request.values
+    return strategy._runner.entry(request), request.roots
 
 
 def compiled_of(trained: Trained) -> Any:
@@ -62,7 +62,7 @@ def parts_of_build(trained: Trained) -> dict[str, float]:
 
 def _call(trained: Trained) -> Call:
     strategy = trained.strategy
-    arguments = take_apart(trained.batch, {}, strategy.mesh)
+    arguments = flatten_arguments(trained.batch, {}, strategy.mesh)
     binding = Binding(trained.step, arguments)
     return Call(trained.step, binding, arguments, strategy, strategy.mesh)
 

@@ -28,7 +28,7 @@ from distribute_jax.checkpoint._steps import folders
 from distribute_jax.checkpoint._storage import Directory, check_no_pattern, directory_of, is_url
 from distribute_jax.checkpoint._write import Draft, check_same_tree, copy_to_host, write_checkpoint
 from distribute_jax.processes import RESTORING, current_job, doing
-from distribute_jax.program import one_at_a_time
+from distribute_jax.program import step_lock
 
 _NOT_SAVED = """\
 {method} cannot save everything in the tree:
@@ -136,7 +136,7 @@ def draft_of(directory: Directory, name: str, tree: Any, step: int | None, metho
     check_place(method)
     # The position of an iterator is that after all steps that were scheduled.
     _context.fetch_state(lambda: any(s.spec.kind == ITERATOR for s in slots_of(tree)[0]))
-    with one_at_a_time:  # a step of another thread would take some of the arrays, or hold tracers
+    with step_lock:  # a step of another thread would take some of the arrays, or hold tracers
         slots = on_all(method, lambda: _readable_slots(tree, method))
         check_same_tree(slots, method)
         token = by_chief(method, lambda: secrets.token_hex(4))
@@ -175,7 +175,7 @@ def restore_tree(
         leaves = read_leaves(directory, name, manifest, slots)
         return slots, rebuild, new_values(leaves, slots)
 
-    with one_at_a_time, doing(RESTORING):  # a step of another thread would write what it began with
+    with step_lock, doing(RESTORING):  # a step of another thread would write what it began with
         manifest = on_all(method, manifest_of)
         _check_same_checkpoint(method, where, manifest)
         slots, rebuild, values = on_all(method, lambda: read(manifest))

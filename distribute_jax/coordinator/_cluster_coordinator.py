@@ -105,7 +105,7 @@ class ClusterCoordinator:
         if timeout is not None:
             check_number("coordinator.join: timeout", timeout, at_least=0, most=math.inf)
         self._strategy._coordinator.join(timeout)
-        self._strategy._runner.look_at_guards()
+        self._strategy._runner.check_skipped_steps()
 
     def done(self) -> bool:
         """Returns whether every scheduled function is over; raises as :meth:`join`."""

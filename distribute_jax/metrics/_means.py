@@ -12,7 +12,7 @@ from flax import nnx
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import promoting
 from distribute_jax.metrics._metric import Metric, OfValues, as_array, terms
-from distribute_jax.program import MergeRule, moments_combined, register_merge
+from distribute_jax.program import MergeRule, combine_moments, register_merge
 
 
 class Average(OfValues):
@@ -182,7 +182,7 @@ class Welford(OfValues):
         )
 
 
-register_merge(Welford, MergeRule(("count", "weight", "mean", "m2"), moments_combined))
+register_merge(Welford, MergeRule(("count", "weight", "mean", "m2"), combine_moments))
 
 
 _RESERVED = frozenset(

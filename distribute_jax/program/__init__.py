@@ -1,18 +1,18 @@
 """Compiles a per-replica function into one program: bind, trace, prove, plan, lower, call.
 
-In the order of a call: ``_run`` looks a program up (``_arguments``, ``_binding``, ``_cache``) or has
-``_program`` build it. ``_capture``, ``_graph`` and ``_places`` find what the function reaches, ``_trace``
-makes a jaxpr of it, ``_replication`` proves which values are equal on all replicas, ``_plan`` decides how
-state and results are combined, ``_lowerings`` makes a program for the mesh, with ``_sharded_update`` and
-``_gather`` where ``_placement`` divides state, and ``_call`` executes it. ``_halves`` and ``_divide`` divide
-a step among workers and parameter servers, and ``_part`` compiles what each of them runs. ``_padding_check``
-and ``_verify`` check results, ``_across_processes`` the other processes.
+In the order of a call: ``_run`` looks up a program (``_arguments``, ``_binding``, ``_cache``), and
+``_program`` builds one if there is none. ``_capture``, ``_graph`` and ``_places`` find what the function
+reaches, ``_trace`` traces it into a jaxpr, ``_replication`` proves which values are equal on all replicas,
+``_plan`` decides how state and results are combined, ``_lowerings`` compiles a program for the mesh, with
+``_sharded_update`` and ``_gather`` where ``_placement`` shards state, and ``_call`` executes it. ``_halves``
+and ``_divide`` divide a step among workers and parameter servers, and ``_part`` compiles what each of them
+runs. ``_padding_check`` and ``_verify`` check results, ``_across_processes`` the other processes.
 """
 
 from distribute_jax.program._aggregation import (
     Combine as Combine,
     MergeRule as MergeRule,
-    moments_combined as moments_combined,
+    combine_moments as combine_moments,
     register_aggregation as register_aggregation,
     register_merge as register_merge,
 )
@@ -22,7 +22,7 @@ from distribute_jax.program._ahead_of_time import (
     plan as plan,
     plan_table as plan_table,
 )
-from distribute_jax.program._binding import one_at_a_time as one_at_a_time
+from distribute_jax.program._binding import step_lock as step_lock
 from distribute_jax.program._failures import is_runtime_failure as is_runtime_failure
 from distribute_jax.program._halves import (
     Halves as Halves,

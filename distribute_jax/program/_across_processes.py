@@ -1,9 +1,9 @@
 """Checks that all processes of a job run the same step with the same host values and state.
 
-Programs that differ would hang, or run to the end with different numbers: XLA compares nothing. So a step is
-compared as a whole before its first run. What may change from one call to the next is logged, and the logs
-are compared in the background: which program runs, the host values that are passed, and what the user has
-written into variables since the last step.
+Programs that differ would hang or compute different numbers, since XLA compares nothing. So the whole step is
+compared before its first run. What may change from call to call is logged, and the logs are compared in the
+background: which program runs, the host values that are passed, and what the user wrote into variables since
+the last step.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._program import Program
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-_MOST_BYTES = 1 << 20
+_MAX_COMPARED_BYTES = 1 << 20
 
 
 def check_same_program(step: str, program: Program, arguments: Arguments, mesh: Mesh) -> str:
-    """Returns the fingerprint of a program; raises on every process where they are to run different steps.
+    """Returns the fingerprint of a program; raises on all processes if their steps differ.
 
-    Host values of up to 1 MiB among the arguments are compared too. A process that is alone has no
-    fingerprint.
+    Host values of up to 1 MiB among the arguments are compared too. In a single process the fingerprint is
+    empty.
     """
     job = job_of(mesh)
     if job.is_alone:
@@ -71,10 +71,12 @@ def check_same_program(step: str, program: Program, arguments: Arguments, mesh: 
 
 
 def _facts(step: str, text: str, arguments: Arguments) -> dict[str, str]:
-    # What goes whole to each replica has to be equal.
-    whole = [v for v in arguments.data if not isinstance(v, PerReplica) and not is_key(v)]
-    whole = [v for v in whole if _is_whole(v)]
-    small = (host for host in map(_on_host, whole) if host.nbytes <= _MOST_BYTES)
+    # Values that each replica gets must be equal on all processes.
+    arguments_of_all = (
+        v for v in arguments.data if not isinstance(v, PerReplica) and not is_key(v)
+    )
+    on_host = map(_on_host, filter(_is_complete_here, arguments_of_all))
+    small = (host for host in on_host if host.nbytes <= _MAX_COMPARED_BYTES)
     arrays = (v.global_array if isinstance(v, PerReplica) else v for v in arguments.data)
     return {
         "step": step,
@@ -97,7 +99,7 @@ def _kind(array: Any) -> str:
 
 
 def _on_host(value: Any) -> np.ndarray[Any, Any]:
-    """Returns this process's copy of a value; a random key as its numbers."""
+    """Returns this process's copy of a value; for random keys their data."""
     local = value.addressable_data(0) if isinstance(value, jax.Array) else value
     return np.asarray(jax.random.key_data(local) if is_key(local) else local)
 
@@ -117,31 +119,28 @@ def _differences(key: str, values: Sequence[str]) -> list[str]:
 
 
 def _first_difference(job: Job, text: str) -> list[str]:
-    """Returns the first line of the program that is not the same on all processes."""
-    lines = [one.split("\n") for one in job.exchange("the text of a step", text[:_MOST_BYTES])]
-    for number in range(max(map(len, lines))):
-        here = [one[number].strip() if number < len(one) else "(ended)" for one in lines]
-        if len(set(here)) > 1:
-            other = next(i for i, line in enumerate(here) if line != here[0])
-            return [
-                f"  line {number + 1} of the program, on process 0: {here[0][:160]}",
-                f"  line {number + 1} of the program, on process {other}: {here[other][:160]}",
-            ]
+    """Returns the first line of the program that differs between processes."""
+    texts = job.exchange("the text of a step", text[:_MAX_COMPARED_BYTES])
+    programs = ([line.strip() for line in text.split("\n")] for text in texts)
+    for number, lines in enumerate(itertools.zip_longest(*programs, fillvalue="(ended)"), 1):
+        for other, line in enumerate(lines):
+            if line != lines[0]:
+                start = f"  line {number} of the program, on process"
+                return [f"{start} 0: {lines[0][:160]}", f"{start} {other}: {line[:160]}"]
     return []
 
 
-_SMALL = 1 << 12
-"""Bytes of state that are compared at each write of the user's; more at the first, second, fourth, ..."""
+_MAX_ALWAYS_COMPARED_BYTES = 1 << 12
+"""Larger state that the user writes is compared at the first, second, fourth, eighth, … write only."""
 
-_MOST_NAMED = 8
+_MAX_NAMED = 8
+
+_step_outputs = ArrayNotes()
+"""Arrays that steps returned, which need no comparison."""
 
 
-_left_by_steps = ArrayNotes()
-"""What steps have left needs no comparison."""
-
-
-class Calls:
-    """Notes the calls of one step, with the fingerprint of its program."""
+class CallLog:
+    """Logs the calls of one step, with the fingerprint of its program."""
 
     def __init__(self, entry: BoundProgram, fingerprint: str) -> None:
         program, binding = entry.program, entry.binding
@@ -149,41 +148,48 @@ class Calls:
         self._names = [program.traced.input_names[i] for i in program.order]
         mirrored = [
             not keeps_own_values(binding.variables[i])
-            for i in (*program.written, *program.kept)
+            for i in (*program.written, *program.read_only)
             for _ in range(starts[i], starts[i + 1])
         ]
         self._compared = [i for i, is_mirrored in enumerate(mirrored) if is_mirrored]
-        self._state = len(mirrored)
+        self._num_state_inputs = len(mirrored)
         self._first_data = len(mirrored) + len(program.arrays)
         avals = [program.traced.jaxpr.in_avals[i] for i in program.order][self._first_data :]
         shapes = ", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in avals if aval.ndim)
-        self._what = f"runs {entry.step}{f' on {shapes}' if shapes else ''}"
+        self._action = f"runs {entry.step}{f' on {shapes}' if shapes else ''}"
         self._fingerprint = fingerprint
-        self._written_large = 0
+        self._large_writes = 0
 
-    def note(
-        self, job: Job, left: Sequence[Any], flat: Sequence[Any], data: Sequence[Any], steps: int
+    def record(
+        self,
+        job: Job,
+        last_state: Sequence[Any],
+        flat: Sequence[Any],
+        data: Sequence[Any],
+        steps: int,
     ) -> None:
-        """Notes a call before it runs; see ``note_call``."""
         notes = [
             f"{self._names[self._first_data + place]} = {_text(value)}"
             for place, value in enumerate(data)
             if not isinstance(value, (PerReplica, jax.Array))
         ]
-        if len(left) != self._state or any(map(operator.is_not, flat, left)):
-            notes += self._written(flat)
+        unchanged = len(last_state) == self._num_state_inputs
+        if not unchanged or any(map(operator.is_not, flat, last_state)):
+            notes += self._written_by_user(flat)
         times = f" {steps} times" if steps > 1 else ""
-        shown = f" with {', '.join(notes[:_MOST_NAMED])}" if notes else ""
-        rest = "\n".join(notes[_MOST_NAMED:])
-        job.actions.record(f"{self._what}{times}{shown}", f"{self._fingerprint}{rest}".encode())
+        shown = f" with {', '.join(notes[:_MAX_NAMED])}" if notes else ""
+        rest = "\n".join(notes[_MAX_NAMED:])
+        job.actions.record(f"{self._action}{times}{shown}", f"{self._fingerprint}{rest}".encode())
 
-    def _written(self, flat: Sequence[Any]) -> list[str]:
-        """Returns the state that no step has left: the user has written it."""
-        new = [i for i in self._compared if flat[i] not in _left_by_steps and _is_whole(flat[i])]
-        small = [i for i in new if getattr(flat[i], "nbytes", 0) <= _SMALL]
+    def _written_by_user(self, flat: Sequence[Any]) -> list[str]:
+        """Describes the state that is not the output of a step."""
+        new = [
+            i for i in self._compared if flat[i] not in _step_outputs and _is_complete_here(flat[i])
+        ]
+        small = [i for i in new if getattr(flat[i], "nbytes", 0) <= _MAX_ALWAYS_COMPARED_BYTES]
         if len(small) < len(new):
-            self._written_large += 1
-            if self._written_large & (self._written_large - 1):
+            self._large_writes += 1
+            if self._large_writes & (self._large_writes - 1):  # not a power of two
                 new = small
         return [f"{self._names[i]} = {_text(flat[i])}, written between steps" for i in new]
 
@@ -191,41 +197,41 @@ class Calls:
 def note_call(
     entry: BoundProgram, flat: Sequence[Any], data: Sequence[Any], mesh: Mesh, steps: int = 1
 ) -> None:
-    """Notes a call of a step, before it runs; raises where the processes have diverged before."""
+    """Logs a call of a step before it runs; raises if the processes diverged before."""
     job = job_of(mesh)
-    if entry.calls is not None and not job.is_alone:
-        entry.calls.note(job, entry.left, flat, data, steps)
+    if entry.call_log is not None and not job.is_alone:
+        entry.call_log.record(job, entry.last_state, flat, data, steps)
 
 
 def note_outputs(entry: BoundProgram, results: Sequence[Any], mesh: Mesh) -> None:
-    """Remembers what a step has left: its state and its results."""
+    """Remembers the new state and the results of a step, which need no comparison."""
     if not job_of(mesh).is_alone:
-        # A variable may hold a plain number of the user's, which is compared each time.
-        arrays = (x for x in (*entry.left, *results) if isinstance(x, jax.Array))
-        _left_by_steps.add(arrays)
+        # A Python number that the user stored in a variable is compared each time.
+        arrays = (x for x in (*entry.last_state, *results) if isinstance(x, jax.Array))
+        _step_outputs.add(arrays)
 
 
-def _is_whole(value: Any) -> bool:
-    """Returns whether every process has the whole of a value, and not a part of it."""
+def _is_complete_here(value: Any) -> bool:
+    """True if this process has all of a value, not only some shards."""
     return not isinstance(value, jax.Array) or value.is_fully_replicated
 
 
 def _text(value: Any) -> str:
-    """Returns a number as it is, and a digest of anything longer."""
+    """Returns the text of a number, and a digest of a larger array."""
     host = _on_host(value)
     if host.size == 1:
         return f"{host.item()!r}"
-    part = host if host.nbytes <= _MOST_BYTES else host.reshape(-1)[: _MOST_BYTES // host.itemsize]
+    part = host.reshape(-1)[: _MAX_COMPARED_BYTES // host.itemsize]
     return f"{host.dtype}{list(host.shape)} {_digest([part])[:12]}"
 
 
 def agree_on_values(step: str, binding: Binding, mesh: Mesh) -> None:
-    """Sets mirrored variables to the values of process 0 where they differ, with one warning.
+    """Sets mirrored variables to the values of process 0 if they differ, with one warning.
 
-    Two processes that seed differently build arrays that JAX takes for equal. Components that the
-    replicas keep for themselves may differ, and what is divided among the replicas was compared before it
-    was divided, or has no other copy. It is done each time that objects are bound to a step, since
-    every process has to know, without talking, that the others do it too.
+    JAX assumes that arrays of processes that were seeded differently are equal. The replicas' separate
+    components may differ, and arrays that are sharded over the replicas were compared before they were
+    sharded, or have no other copy. This is done at each binding, since every process must know without
+    communication that the others do it too.
     """
     job = job_of(mesh)
     if job.is_alone:
@@ -234,7 +240,7 @@ def agree_on_values(step: str, binding: Binding, mesh: Mesh) -> None:
         (variable, name, leaves)
         for variable, name in zip(binding.variables, binding.names, strict=True)
         if not keeps_own_values(variable)
-        and all(map(_is_whole, leaves := jax.tree.leaves(variable.get_raw_value())))
+        and all(map(_is_complete_here, leaves := jax.tree.leaves(variable.get_raw_value())))
     ]
     digests = [
         f"{name} {', '.join(map(_kind, leaves))} {_digest(map(_on_host, leaves))}"
@@ -242,7 +248,7 @@ def agree_on_values(step: str, binding: Binding, mesh: Mesh) -> None:
     ]
     differing = [mirrored[i] for i in _differing(job, digests, f"the first run of step {step}")]
     if differing:
-        _take_over([variable for variable, *_ in differing], mesh)
+        _broadcast_from_chief([variable for variable, *_ in differing], mesh)
         if is_chief():
             warn_user(_DIFFER.format(n=len(differing), name=differing[0][1]))
 
@@ -259,7 +265,7 @@ def _differing(job: Job, digests: list[str], place: str) -> list[int]:
 
 
 def _check_same_variables(of_processes: list[list[str]]) -> None:
-    """Refuses models that differ in more than their values: their arrays could not even be sent."""
+    """Raises if models differ in more than their values, so that arrays could not even be broadcast."""
     for process, theirs in enumerate(of_processes):
         for first, other in itertools.zip_longest(of_processes[0], theirs, fillvalue="nothing "):
             if first.rpartition(" ")[0] != other.rpartition(" ")[0]:
@@ -271,17 +277,17 @@ def _check_same_variables(of_processes: list[list[str]]) -> None:
                 )
 
 
-def _take_over(variables: list[nnx.Variable[Any]], mesh: Mesh) -> None:
+def _broadcast_from_chief(variables: list[nnx.Variable[Any]], mesh: Mesh) -> None:
     to = mirrored_sharding(mesh)
 
-    def take(leaf: Any) -> Any:
+    def broadcast(leaf: Any) -> Any:
         value = jnp.asarray(np.asarray(multihost_utils.broadcast_one_to_all(_on_host(leaf))))
         if is_key(leaf):
             return put(jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf)), to)
         return put(value, to)
 
     raws = read_raw(variables)
-    write_raw(variables, [jax.tree.map(take, raw) for raw in raws])
+    write_raw(variables, [jax.tree.map(broadcast, raw) for raw in raws])
 
 
 _DIFFER = """\

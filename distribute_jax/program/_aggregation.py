@@ -1,4 +1,4 @@
-"""How the replicas' values of a variable become one, by the type of the variable."""
+"""How the replicas' values of a variable are combined, by the type of the variable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distribute_jax.variables import Variable, VariableAggregation, first_replic
 
 
 class Combine(enum.Enum):
-    """What happens to a variable that a step wrote, when the step ends."""
+    """How a variable that a step wrote is combined when the step ends."""
 
     MIRRORED = "mirrored"
     """It must end equal on every replica; anything else is an error."""
@@ -27,13 +27,13 @@ class Combine(enum.Enum):
     INCREMENTS = "increments"
     """What each replica added is summed: ``new = old + Σ(new_r - old)``."""
     EQUAL_INCREMENTS = "equal increments"
-    """The same, where every replica added the same: no all-reduce is needed."""
+    """The same if every replica added the same, so that no all-reduce is needed."""
     UNCHANGED = "unchanged"
-    """It keeps its old value: the step handed on what each replica made of it for itself."""
+    """It keeps its old value: the step stored a value that only passed through, such as a random key."""
     FIRST = "first"
     """Every replica gets the value of replica 0."""
     OWN = "own"
-    """Each replica keeps its own value; it is combined when it is read outside of ``run``."""
+    """Each replica keeps its own value; they are combined when read outside of ``run``."""
     JOINT = "joint"
     """It is combined together with the other variables of its metric, by the metric's rule."""
 
@@ -61,18 +61,17 @@ _BY_NAME = {
 def register_aggregation(
     variable_type: type[nnx.Variable[Any]], aggregation: VariableAggregation
 ) -> None:
-    """Registers how the replicas' values of a type of variable become one at the end of a step.
+    """Registers how the replicas' values of a type of variable are combined at the end of a step.
 
-    It holds for the type and its subclasses, up to a subclass that is registered itself. The table
-    starts with ``nnx.Variable`` (parameters, optimizer state, random state): NONE;
-    ``nnx.BatchStat``: MEAN; ``nnx.metrics.MetricState``: SUM. Register before the first ``run``
-    that uses the type.
+    The rule applies to the type and to its subclasses that are not registered themselves. Initially the
+    rule of ``nnx.Variable`` (parameters, optimizer state, random state) is NONE, that of ``nnx.BatchStat``
+    MEAN, and that of ``nnx.metrics.MetricState`` SUM. Register before the first ``run`` that uses the type.
 
     Args:
         variable_type: a subclass of ``nnx.Variable``.
-        aggregation: NONE, the replicas must end with the same value, which is proved; SUM, what each
-            replica added is summed, and it must be an addition; MEAN, their mean; ONLY_FIRST_REPLICA,
-            the value of replica 0.
+        aggregation: NONE: the replicas must end with the same value, which is proved. SUM: what the
+            replicas added is summed; the step must add to the old value. MEAN: the mean of the values.
+            ONLY_FIRST_REPLICA: the value of replica 0.
 
     Raises:
         ValueError: ``variable_type`` is not a type of variable, or is a ``dj.Variable``; ``aggregation`` is
@@ -108,7 +107,7 @@ def register_aggregation(
 
 
 def rule_for(variable: nnx.Variable[Any]) -> Combine:
-    """Returns the rule for a variable: its own, or that of its nearest base class in the table."""
+    """Returns the rule for a variable: that of its nearest base class in the table."""
     if keeps_own_values(variable):
         return Combine.OWN
     if isinstance(variable, Variable):
@@ -117,12 +116,12 @@ def rule_for(variable: nnx.Variable[Any]) -> Combine:
 
 
 def keeps_own_values(variable: nnx.Variable[Any]) -> bool:
-    """Returns whether the raw value of a variable holds one component for each replica, stacked."""
+    """True if the raw value of a variable is a stack of one component for each replica."""
     return isinstance(variable, Variable) and variable.is_on_read
 
 
-def dtype_refused(rule: Combine, dtype: Any) -> str:
-    """Returns why replicas' values of a dtype cannot be combined by a rule; empty if they can."""
+def dtype_error(rule: Combine, dtype: Any) -> str:
+    """Returns why a rule cannot combine replicas' values of a dtype; empty if it can."""
     if rule is Combine.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
         return (
             f"the replicas' values are averaged, and the mean of {dtype} is not {dtype}. Keep it in a "
@@ -132,7 +131,7 @@ def dtype_refused(rule: Combine, dtype: Any) -> str:
     sums = rule in (Combine.INCREMENTS, Combine.EQUAL_INCREMENTS)
     if sums and not jnp.issubdtype(dtype, jnp.number):
         return (
-            f"such state is a sum, of what all replicas added, and {dtype} cannot be summed. Keep it in an "
+            f"such state is the sum of what all replicas added, and {dtype} cannot be summed. Keep it in an "
             "integer or floating dtype, as a count, or in a dj.Variable with "
             "aggregation=dj.VariableAggregation.ONLY_FIRST_REPLICA"
         )
@@ -142,7 +141,7 @@ def dtype_refused(rule: Combine, dtype: Any) -> str:
 def combined(rule: Combine, new: jax.Array, old: jax.Array) -> jax.Array:
     """Combines the replicas' values of one leaf; runs inside ``shard_map``."""
     if rule is Combine.MEAN:
-        # The sum of float16 values leaves their range long before their mean does.
+        # A sum of float16 values overflows long before their mean does.
         return jnp.asarray(jax.lax.pmean(as_dtype(new, wide(new.dtype)), DATA), new.dtype)
     if rule is Combine.INCREMENTS:
         old = jnp.asarray(old, new.dtype)
@@ -150,7 +149,7 @@ def combined(rule: Combine, new: jax.Array, old: jax.Array) -> jax.Array:
     if rule is Combine.EQUAL_INCREMENTS:
         old = jnp.asarray(old, new.dtype)
         added = new - old
-        # Of a number JAX makes a number, and no all-reduce. Cast, it wraps around as the sum would.
+        # psum of a constant needs no all-reduce. The cast wraps around as the sum would.
         replicas = jnp.asarray(jax.lax.psum(1, DATA)).astype(added.real.dtype)
         return old + added * replicas
     if rule is Combine.UNCHANGED:
@@ -161,7 +160,7 @@ def combined(rule: Combine, new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.asarray(new)[None] if rule is Combine.OWN else new
 
 
-# Metrics whose state is not a sum: a rule combines their variables together
+# Metrics whose state is not a sum: a rule combines all their variables together.
 
 Combined = Callable[[Sequence[jax.Array], Sequence[jax.Array]], list[jax.Array]]
 """Takes a replica's new values and the old ones; runs inside ``shard_map``."""
@@ -169,14 +168,14 @@ Combined = Callable[[Sequence[jax.Array], Sequence[jax.Array]], list[jax.Array]]
 
 @dataclass(frozen=True)
 class MergeRule:
-    """How the replicas' states of one type of metric become one."""
+    """How the replicas' states of one type of metric are merged."""
 
     parts: tuple[str, ...]
     """The attributes that hold the state, in the order in which ``combined`` takes them."""
     combined: Combined
 
 
-def moments_combined(new: Sequence[jax.Array], old: Sequence[jax.Array]) -> list[jax.Array]:
+def combine_moments(new: Sequence[jax.Array], old: Sequence[jax.Array]) -> list[jax.Array]:
     """Merges what each replica added to a count, a mean and the squared deviations from it.
 
     Sums about one point add: those of a replica are ``n (mean - point)`` and
@@ -208,16 +207,16 @@ def _size(counts: Sequence[jax.Array], like: jax.Array) -> jax.Array:
 
 
 MERGE_BY_TYPE: dict[type, MergeRule] = {
-    nnx.metrics.Welford: MergeRule(("count", "mean", "m2"), moments_combined)
+    nnx.metrics.Welford: MergeRule(("count", "mean", "m2"), combine_moments)
 }
 """The rule of each type of metric; the nearest base class in this table decides."""
 
 
 def register_merge(metric: type, rule: MergeRule) -> None:
-    """Registers how the replicas' states of a type of metric, and of its subclasses, become one."""
+    """Registers how the replicas' states of a type of metric, and of its subclasses, are merged."""
     MERGE_BY_TYPE[metric] = rule
 
 
 def merge_rule_of(node: object) -> MergeRule | None:
-    """Returns the rule of a metric's type, if it has one."""
+    """Returns the merge rule of a metric, if it has one."""
     return next((MERGE_BY_TYPE[c] for c in type(node).__mro__ if c in MERGE_BY_TYPE), None)

@@ -34,15 +34,15 @@ from distribute_jax._messages import size_text
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments, check_function
-from distribute_jax.program._binding import Binding, check_leaked_tracers, contents_of, restore
+from distribute_jax.program._binding import Binding, check_leaked_tracers, copy_contents, restore
 from distribute_jax.program._hlo import Collective, collectives_of
 from distribute_jax.program._lowerings import AheadOfTime
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._placement import PlacedLeaf, Replicas, data_dim
 from distribute_jax.program._program import Program, build
 from distribute_jax.program._state_placement import check_arrays
-from distribute_jax.program._trace import Call, StandIn, abstract, global_value, made_again
-from distribute_jax.program._trace_errors import compilable, step_name
+from distribute_jax.program._trace import Call, StandIn, abstract, created_again_error, global_value
+from distribute_jax.program._trace_errors import explain_compile_errors, step_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,9 +265,9 @@ def plan_step(
     arguments = replace(arguments.with_data(data), shardings=kept)
     binding = Binding(fn, arguments)
     tables = [vars(node) for ref in binding.nodes if (node := ref()) is not None]
-    contents = contents_of([*binding.watch.containers, *tables])
+    contents = copy_contents([*binding.guard.containers, *tables])
     try:
-        with outside_mesh(), compilable(step_name(fn)):
+        with outside_mesh(), explain_compile_errors(step_name(fn)):
             for may_create in (True, False):
                 check_leaked_tracers(binding)
                 check_arrays(binding, jax.ShapeDtypeStruct)
@@ -277,7 +277,7 @@ def plan_step(
                 if not program.traced.created:
                     break
                 if not may_create:
-                    raise made_again(program.traced.created)
+                    raise created_again_error(program.traced.created)
                 _give_shapes(program.traced.created, number)
                 binding = Binding(fn, arguments)
             return _planned(strategy, call, program, ahead, abstract_replicas)

@@ -1,4 +1,4 @@
-"""The arguments of one call: what is split, what is traced, what is static, what is bound."""
+"""Classifies the arguments of a call: batches to divide, arrays to trace, static values, bound objects."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ from distribute_jax._messages import check_int_range, leaf_text, listed, path_te
 from distribute_jax._padding import rows_to_joined, uneven_to_joined
 from distribute_jax._values import Layout, PerReplica, UnevenPerReplica
 
-_STATIC = (bool, str, bytes, enum.Enum, np.dtype, type)
-_NUMBERS = (int, float, complex)
+_STATIC_TYPES = (bool, str, bytes, enum.Enum, np.dtype, type)
+_NUMBER_TYPES = (int, float, complex)
+_COMMON_TYPES = frozenset({PerReplica, ARRAY})
 
 
-_PLAIN = frozenset({PerReplica, ARRAY})
-
-
-# Flax and JAX look for long at whether a value is of such a type, so the answer is kept for each type.
+# The instance checks of Flax and JAX are slow, so the results are cached for each type.
 @functools.lru_cache(maxsize=1024)
 def _is_flat(cls: type) -> bool:
-    """Returns whether values of a type are not pytrees, or count as one leaf."""
+    """True if values of a type are not pytrees, or count as one leaf."""
     return issubclass(
         cls, (PerReplica, jax.Array, np.ndarray, np.generic, int, float, complex, str)
     )
@@ -39,19 +37,19 @@ def _is_flat(cls: type) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _is_one_leaf(cls: type) -> bool:
-    """Returns whether values of a type count as one leaf although they are pytrees."""
+    """True if values of a type count as one leaf although they are pytrees."""
     return issubclass(cls, (PerReplica, nnx.Pytree, nnx.Variable))
 
 
 def is_one_leaf(value: Any) -> bool:
-    """Returns whether a value counts as one leaf although it may be a pytree."""
+    """True if a value counts as one leaf although it is a pytree."""
     cls: Any = type(value)
     return _is_one_leaf(cls)
 
 
 @dataclass(slots=True, eq=False)
 class Arguments:
-    """One call's arguments, taken apart."""
+    """The flattened arguments of one call."""
 
     treedef: Any
     """The structure of ``(args, kwargs)``."""
@@ -66,37 +64,37 @@ class Arguments:
     bound: list[Any]
     """Leaves that are walked: modules, variables, objects."""
     counts: tuple[int, ...] | None
-    """Real examples of each replica, where a padded batch is among the arguments."""
+    """The number of real examples of each replica; None if no argument is a padded batch."""
     has_batch: bool
-    """Whether a distributed batch is among the arguments."""
+    """True if a distributed batch is among the arguments."""
     batches: int
-    """How many of the leaves are ``PerReplica``s."""
+    """The number of leaves that are ``PerReplica``s."""
     shardings: tuple[NamedSharding | None, ...] = ()
-    """For each of ``data`` how it stays divided over the mesh; empty where nothing does."""
+    """How each of ``data`` is sharded in the program; empty if none is."""
 
     def with_data(self, data: list[Any]) -> Arguments:
-        """Returns the same arguments with other data; the batch is taken from the data."""
+        """Returns the same arguments with other data, and the counts of that data."""
         joined = [v for v in data if isinstance(v, PerReplica) and v.layout is Layout.JOINED]
         counts = joined[0].counts if joined else None
         return replace(self, data=data, counts=counts, shardings=())
 
     @property
     def names(self) -> list[str]:
-        """The name of every leaf, as the user passed it."""
+        """The path of every leaf, as in ``args[0]['image']``."""
         tree = jax.tree.unflatten(self.treedef, list(range(len(self.leaves))))
         return [argument_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
     def names_of(self, kind: str) -> list[str]:
-        """The names of the leaves of one kind."""
+        """The paths of the leaves of one kind."""
         return [name for name, of in zip(self.names, self.kinds, strict=True) if of == kind]
 
 
-def take_apart(
+def flatten_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh, *, divided: Mesh | None = None
 ) -> Arguments:
-    """Sorts the leaves of the arguments by what ``run`` does with them.
+    """Flattens the arguments and classifies the leaves by what ``run`` does with them.
 
-    Arrays that are divided over the mesh ``divided`` stay so; others are made whole.
+    Arrays that are sharded over the mesh ``divided`` stay so; others are replicated.
     """
     if not kwargs and all(map(_is_flat, map(type, args))):
         leaves, treedef = list(args), _flat_treedef(len(args))
@@ -104,7 +102,7 @@ def take_apart(
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_one_leaf)
     signature: list[Any] = [treedef, trace_settings()]
     bound: list[Any] = []
-    if _PLAIN.issuperset(map(type, leaves)):  # as of most steps, and quicker
+    if _COMMON_TYPES.issuperset(map(type, leaves)):  # the fast path, of most steps
         batches = [leaf for leaf in leaves if type(leaf) is PerReplica]
         joined = [batch for batch in batches if batch.layout is Layout.JOINED]
         if len(joined) < len(batches) and any(map(_has_padded_rows, batches)):
@@ -120,7 +118,7 @@ def take_apart(
         ]
         kinds, data = ["data"] * len(leaves), leaves
     else:
-        data, kinds, bound, batches = _sorted_leaves(leaves, signature, mesh)
+        data, kinds, bound, batches = _classify_leaves(leaves, signature, mesh)
     joined = [b for b in batches if b.layout is Layout.JOINED]
     counts = _common_counts(joined, leaves, treedef) if joined else None
     shardings: tuple[NamedSharding | None, ...] = ()
@@ -132,10 +130,10 @@ def take_apart(
     )  # fmt: skip
 
 
-def _sorted_leaves(
+def _classify_leaves(
     leaves: list[Any], signature: list[Any], mesh: Mesh
 ) -> tuple[list[Any], list[str], list[Any], list[PerReplica]]:
-    """Returns data, kinds, bound leaves and batches, and adds each leaf to the signature."""
+    """Returns data, kinds, bound leaves and batches, and appends each leaf to the signature."""
     data: list[Any] = []
     kinds: list[str] = []
     bound: list[Any] = []
@@ -152,10 +150,10 @@ def _sorted_leaves(
             if not isinstance(leaf, jax.Array):
                 _check_array(leaf)
             signature.append(_array_signature(leaf))
-        elif isinstance(leaf, _STATIC):
+        elif isinstance(leaf, _STATIC_TYPES):
             signature.append((type(leaf), leaf))
             kind = "static"
-        elif isinstance(leaf, _NUMBERS):
+        elif isinstance(leaf, _NUMBER_TYPES):
             check_int_range(leaf, "strategy.run")
             signature.append(type(leaf))
         else:
@@ -169,13 +167,13 @@ def _sorted_leaves(
 
 
 def _has_padded_rows(value: PerReplica) -> bool:
-    """Whether a value is what a step returned for a partial batch, of which some rows may be padding."""
-    cut = value.counts is not None or value.ambiguous is not None
-    return cut and value.layout is Layout.STACKED
+    """True for a result of a step on a partial batch, some rows of which may be padding."""
+    is_partial = value.counts is not None or value.ambiguous is not None
+    return is_partial and value.layout is Layout.STACKED
 
 
 def _as_batch(value: PerReplica) -> PerReplica:
-    """Joins values of different lengths, and rows that a step returned for a partial batch, to a batch."""
+    """Converts values of unequal lengths, and results of a step on a partial batch, to a batch."""
     if isinstance(value, UnevenPerReplica):
         return uneven_to_joined(value.parts, value.mesh)
     if not _has_padded_rows(value):
@@ -192,9 +190,10 @@ def _array_signature(array: Any) -> Any:
 
 
 def _scalar_signature(array: Any) -> Any:
-    """Returns the signature of a scalar; for a number that a step returned, that of the Python number.
+    """Returns the signature of a scalar: for a weakly typed one, that of the Python number.
 
-    The ``step`` of a new ``TrainState`` is 0, and an array from then on: that is no other program.
+    The ``step`` of a new ``TrainState`` is the int 0, and an array after the first step, which must not
+    compile another program.
     """
     config: Any = jax.config
     if not getattr(array, "weak_type", False):
@@ -208,10 +207,10 @@ def _check_array(array: Any) -> None:
     if isinstance(array, np.ma.MaskedArray):
         raise ArgumentError(
             f"strategy.run got a NumPy masked array, {leaf_text(array.data)}, among its arguments. "
-            "Devices know no masks: pass array.filled(0) and np.ma.getmaskarray(array) as two arguments."
+            "JAX has no masked arrays: pass array.filled(0) and np.ma.getmaskarray(array) as two arguments."
         )
-    unheld = array.dtype.kind in "OSUMm" or array.dtype.name.startswith("float6_")
-    if unheld or array.dtype.names is not None:
+    dtype = array.dtype
+    if dtype.kind in "OSUMm" or dtype.name.startswith("float6_") or dtype.names is not None:
         raise ArgumentError(
             f"strategy.run got {leaf_text(array)} among its arguments. Devices hold bools and numbers: "
             "encode other values as integers, or bind them with functools.partial."
@@ -259,7 +258,7 @@ def _common_counts(joined: list[PerReplica], leaves: list[Any], treedef: Any) ->
 
 
 def argument_name(path: Any) -> str:
-    """Names a leaf of ``(args, kwargs)`` as the user passed it."""
+    """Returns the path of a leaf of ``(args, kwargs)`` in the user's words."""
     if path and getattr(path[0], "idx", None) == 1:
         return path_text(path[1:], "kwargs")
     return path_text(path[1:], "args")
@@ -270,10 +269,10 @@ def _brief(value: Any) -> str:
 
 
 def check_function(fn: Any) -> None:
-    """Refuses what cannot be a step of one replica."""
-    is_other = inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn)
-    if not is_function(fn) or is_other:
-        kind = "a generator or async function" if is_other else leaf_text(fn)
+    """Raises if this cannot be a step of one replica."""
+    is_async = inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn)
+    if not is_function(fn) or is_async:
+        kind = "a generator or async function" if is_async else leaf_text(fn)
         raise ArgumentError(
             f"strategy.run(fn={kind}): fn must be a plain function, which is traced once. Pass the "
             "function itself, and its arguments in args: strategy.run(step, args=(x, y))."
@@ -281,7 +280,7 @@ def check_function(fn: Any) -> None:
 
 
 def check_call(args: Any, kwargs: Any, call: str = "strategy.run(fn") -> None:
-    """Refuses arguments in the wrong container; the message begins as the user's call does."""
+    """Raises if arguments are in the wrong container; the message begins with the user's ``call``."""
     if not isinstance(args, (list, tuple)):
         raise ArgumentError(
             f"{call}, args={_brief(args)}): args must be a list or tuple of positional "

@@ -1,7 +1,7 @@
-"""Binds a step to the objects that it reaches: checked at each call, holding tracers during a trace.
+"""Binds a step to the objects that it reaches: compares them at each call, swaps tracers in for a trace.
 
-After a trace everything is put back by identity, never by position: a step may reorder, shorten or sort
-what it reads.
+After a trace everything is restored by identity, never by position, since a step may reorder, shorten or
+sort containers.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ from distribute_jax.program._placement import variable_paths
 from distribute_jax.program._places import CapturePath, FixedValue, ItemPath, MemberPath
 from distribute_jax.variables import readable_by_other_threads
 
-# While a step is traced the user's own objects hold tracers, which no other thread may see.
-one_at_a_time = threading.RLock()
+# While a step is traced, the user's objects hold tracers, which no other thread may see.
+step_lock = threading.RLock()
 
 
 class Binding:
     """The variables, modules and arrays behind one step and one set of objects.
 
-    What the step reaches directly (closure cells, globals, ``self``, modules among the arguments) is
-    held weakly, so that a binding keeps no model alive; what hangs below is held by those objects.
+    The roots, which the step reaches directly (closure cells, globals, ``self``, modules among the
+    arguments), are referenced weakly, so that a binding keeps no model alive.
     """
 
     def __init__(self, fn: Callable[..., Any], arguments: Arguments) -> None:
-        """Walks everything that ``fn`` and the bound arguments reach."""
         captured = captures(fn, named=True)
         named = zip(arguments.bound, arguments.names_of("bound"), strict=True)
         bound = [(value, name, FixedValue(value)) for value, name in named]
@@ -58,17 +57,17 @@ class Binding:
         self.node_names = graph.node_names
         self.statics = graph.statics
         at = {id(value): i for i, value in enumerate(values) if isinstance(value, jax.Array)}
-        # Each is read from the roots of the call, where it is one of them, or from its place.
+        # An array that is a root is read by its index among the roots of the call, others by their path.
         self.arrays = [(name, place, at.get(id(place.get()))) for name, place in graph.arrays]
         self.copies = graph.copies
-        self.watch = graph.watch
-        self.watch.seal()
-        self._below = self.watch.look()
+        self.guard = graph.guard
+        self.guard.seal()
+        self._guarded = self.guard.read()
         self._types = self._array_types(values)
-        self._hold(values)
+        self._reference_roots(values)
 
     def with_arrays(self, arrays: list[Any]) -> Binding:
-        """Returns this binding for one call, with these captured arrays."""
+        """Returns a binding for one call, with these captured arrays."""
         fixed = copy.copy(self)
         fixed.arrays = [
             (name, FixedValue(array), root)
@@ -76,45 +75,46 @@ class Binding:
         ]
         return fixed
 
-    def _hold(self, values: list[Any]) -> None:
-        self._count = len(values)
-        steady = [i for i, value in enumerate(values) if not isinstance(value, jax.Array)]
-        self._pick = operator.itemgetter(*steady) if len(steady) > 1 else None
-        self._steady = steady
-        self._root_ids = [id(values[i]) for i in steady]
+    def _reference_roots(self, values: list[Any]) -> None:
+        self._num_roots = len(values)
+        # Arrays are inputs: a new one in the place of an old one is not compared.
+        compared = [i for i, value in enumerate(values) if not isinstance(value, jax.Array)]
+        self._pick = operator.itemgetter(*compared) if len(compared) > 1 else None
+        self._compared = compared
+        self._root_ids = [id(values[i]) for i in compared]
         self.alive = True
         self.on_release: list[Callable[[], None]] = []
-        self.anchors = {id(v) for v in values if isinstance(v, (nnx.Pytree, nnx.Variable))}
-        self._roots = [_weakly(values[i], weakref.ref(self)) for i in steady]
-        # A root that is also seen from below must not be kept alive from here.
+        self.model_ids = {id(v) for v in values if isinstance(v, (nnx.Pytree, nnx.Variable))}
+        self._roots = [_weak(values[i], weakref.ref(self)) for i in compared]
+        # The list of guarded objects would keep a root alive that is also one of them.
         root_ids = set(self._root_ids)
-        self._shared = {i: id(v) for i, v in enumerate(self._below) if id(v) in root_ids}
-        for i in self._shared:
-            self._below[i] = None
+        self._guarded_roots = {i: id(v) for i, v in enumerate(self._guarded) if id(v) in root_ids}
+        for i in self._guarded_roots:
+            self._guarded[i] = None
 
-    def holds(self, values: list[Any]) -> bool:
-        """Returns by identity whether these roots, and all below, are what was bound."""
-        if len(values) != self._count:
+    def matches(self, values: list[Any]) -> bool:
+        """True if these roots, and everything below them, are the identical objects."""
+        if len(values) != self._num_roots:
             return False
         pick = self._pick
-        steady = pick(values) if pick is not None else [values[i] for i in self._steady]
-        if list(map(id, steady)) != self._root_ids or not self.alive:
+        roots = pick(values) if pick is not None else [values[i] for i in self._compared]
+        if list(map(id, roots)) != self._root_ids or not self.alive:
             return False
-        if not self.watch.same_numbers():
+        if not self.guard.is_unchanged_in_place():
             return False
         if self.arrays and self._array_types(values) != self._types:
             return False
-        below = self.watch.look()
-        if len(below) != len(self._below):
+        guarded = self.guard.read()
+        if len(guarded) != len(self._guarded):
             return False
-        for i, shared in self._shared.items():
-            if id(below[i]) != shared:
+        for i, root_id in self._guarded_roots.items():
+            if id(guarded[i]) != root_id:
                 return False
-            below[i] = None
-        return all(map(operator.is_, below, self._below))
+            guarded[i] = None
+        return all(map(operator.is_, guarded, self._guarded))
 
     def _array_types(self, values: list[Any]) -> list[Any]:
-        """Returns the type of each captured array: the step may read no more of it than its shape."""
+        """Returns the type of each captured array, of which the step may read no more than the shape."""
         return [
             _array_type(place.get() if root is None else values[root])
             for _, place, root in self.arrays
@@ -126,38 +126,38 @@ class Binding:
             self.variables, self.names, filter(None, (node() for node in self.nodes))
         )
 
-    def captured(self) -> list[Any]:
-        """Returns the captured arrays as they are now."""
+    def captured_arrays(self) -> list[Any]:
+        """Returns the arrays that are at their paths now."""
         return [place.get() for _, place, _ in self.arrays]
 
     def reaches_same(self, variables: list[Any], arrays: list[Any]) -> bool:
-        """Whether these variables and captured arrays are this binding's, in the same order."""
-        now = [*self.variables, *self.captured()]
+        """True if these variables and captured arrays are this binding's, in the same order."""
+        now = [*self.variables, *self.captured_arrays()]
         return list(map(id, now)) == list(map(id, [*variables, *arrays]))
 
     def shares_roots(self, other: Binding) -> bool:
-        """Returns whether a module or variable that both reach directly is the same."""
-        return bool(self.anchors & other.anchors)
+        """True if both reach the same module or variable directly."""
+        return bool(self.model_ids & other.model_ids)
 
     def owners(self) -> tuple[weakref.ref[Any], ...]:
-        """Returns the modules that the step reaches directly; without them it cannot run again."""
+        """Returns the modules among the roots; without them the step cannot run again."""
         refs = (ref for ref in self._roots if isinstance(ref, weakref.ref))
         return tuple(ref for ref in refs if isinstance(ref(), nnx.Pytree))
 
     def release(self) -> None:
-        """Drops everything bound, once an object that the step reached is gone."""
+        """Drops all references, once a root was deleted."""
         self.variables, self.arrays, self.copies, self.statics = [], [], [], {}
-        self.watch.release()
-        self._below, self._shared = [], {}
-        for clear in self.on_release:
-            clear()
+        self.guard.clear()
+        self._guarded, self._guarded_roots = [], {}
+        for callback in self.on_release:
+            callback()
         self.on_release = []
 
 
 def _walk(
     step_codes: list[types.CodeType], roots: list[tuple[Any, str, CapturePath]]
 ) -> tuple[Graph, tuple[Any, ...]]:
-    """Walks until no further attribute name turns up in the code reached."""
+    """Walks again until the code that it reaches mentions no further attribute names."""
     used = AttributeNames()
     used.read(step_codes)
     while True:
@@ -174,19 +174,21 @@ _read_type = operator.attrgetter("shape", "dtype", "weak_type")
 def _array_type(value: Any) -> Any:
     try:
         return _read_type(value)
-    except AttributeError:  # a NumPy array, a key, or no array any more
+    except AttributeError:  # a NumPy array, a key, or no longer an array
         return (type(value), getattr(value, "shape", None), getattr(value, "dtype", None))
 
 
-def _weakly(value: Any, owner: weakref.ref[Binding]) -> Any:
-    def gone(_: object) -> None:
+def _weak(value: Any, owner: weakref.ref[Binding]) -> Any:
+    """Returns a weak reference that releases the binding, or the value itself if it has none."""
+
+    def release(_: object) -> None:
         binding = owner()
         if binding is not None:
             binding.alive = False
             binding.release()
 
     try:
-        return weakref.ref(value, gone)
+        return weakref.ref(value, release)
     except TypeError:
         return value
 
@@ -197,10 +199,10 @@ could not read it. State that a step changes lives in variables made before: \
 self.name = nnx.Variable(value) in __init__, and self.name[...] = value in the step; or return the \
 array."""
 
-_MADE = """\
-The step put {names} on {node}, made while it was traced. Layers and variables are made before, in \
-__init__ under strategy.scope(), and change in the step by variable[...] = value; only a dj.Variable \
-may be made in the first run. To see an intermediate value, return it from the step instead of \
+_CREATED = """\
+The step put {names} on {node}, created while the step was traced. Create layers and variables before, in \
+__init__ under strategy.scope(), and change them in the step by variable[...] = value; only a dj.Variable \
+may be created in the first run. To see an intermediate value, return it from the step instead of \
 self.sow."""
 
 _REPLACED = (
@@ -211,7 +213,7 @@ _REPLACED = (
 
 
 class Rebuilt(NamedTuple):
-    """A plain array that Flax has rebuilt in a module: unchanged, which remains to be proved."""
+    """An array attribute that Flax rebuilt in a module; that it is unchanged remains to be proved."""
 
     old: Any
     new: Any
@@ -225,9 +227,9 @@ class Rebuilt(NamedTuple):
 def swapped_state(
     variables: list[nnx.Variable[Any]], nodes: list[Any], raws: list[Any], rebuilt: list[Rebuilt]
 ) -> Iterator[None]:
-    """Lets the user's variables hold the tracers, and puts everything back afterwards.
+    """Stores tracers in the user's variables for a block, and restores variables and modules after it.
 
-    ``rebuilt`` gets the arrays for which it remains to be proved that they are as before.
+    Arrays for which it remains to be proved that they are unchanged are appended to ``rebuilt``.
     """
     before = read_raw(variables)
     tables = [(node, vars(node), dict(vars(node))) for node in nodes]
@@ -247,10 +249,10 @@ def swapped_state(
 
 
 def _restore(node: Any, table: dict[str, Any], old: dict[str, Any], rebuilt: list[Rebuilt]) -> None:
-    """Undoes Flax's reordering of attributes and containers; refuses tracers that the step put there.
+    """Undoes Flax's reordering of attributes and containers; refuses tracers that the step stored.
 
-    A plain value that the step assigned stays, as any side effect of Python at trace time, and so does
-    the removal of an attribute.
+    A plain value that the step assigned stays, as any side effect of Python at trace time does, and so
+    does the removal of an attribute.
     """
     changed = {}
     for key, value in table.items():
@@ -267,14 +269,14 @@ def _restore(node: Any, table: dict[str, Any], old: dict[str, Any], rebuilt: lis
         is_new = any(isinstance(value, (nnx.Variable, nnx.Pytree)) for value in traced.values())
         kinds = (f"{key} ({type(value).__name__})" for key, value in traced.items())
         names = ", ".join(kinds if is_new else traced)
-        message = _MADE if is_new else _ASSIGNED
+        message = _CREATED if is_new else _ASSIGNED
         raise StaleCaptureError(message.format(names=names, node=type(node).__name__))
     owner = HIDDEN_ATTRIBUTES[0]
     table.update({key: value for key, value in changed.items() if key != owner})
 
 
 def _same_contents(old: Any, new: Any, pairs: list[tuple[Any, Any]]) -> bool:
-    """Whether Flax has merely rebuilt what it took apart, if all pairs of arrays are the same."""
+    """True if Flax only rebuilt what it had flattened, provided that each of the ``pairs`` is equal."""
     if old is new:
         return True
     if isinstance(old, jax.core.Tracer) and isinstance(new, jax.core.Tracer):
@@ -292,7 +294,7 @@ def _same_contents(old: Any, new: Any, pairs: list[tuple[Any, Any]]) -> bool:
 
 
 def check_rebuilt(rebuilt: Rebuilt, *, unchanged: bool) -> None:
-    """Raises where the step assigned an array to a module, rather than Flax the old one."""
+    """Raises if the step assigned another array to a module, rather than Flax the old one."""
     if not unchanged:
         raise StaleCaptureError(_ASSIGNED.format(names=rebuilt.key, node=rebuilt.node))
 
@@ -303,10 +305,10 @@ def _holds_tracers(value: Any) -> bool:
 
 @contextmanager
 def swapped_arrays(binding: Binding, tracers: list[Any]) -> Iterator[None]:
-    """Lets captured arrays be read as inputs, and small NumPy arrays through copies.
+    """Replaces captured arrays by tracers for a block, and small NumPy arrays by copies.
 
-    JAX remembers what a 64-bit NumPy array becomes on a device by the identity of the array, and would
-    take the old numbers of one that was changed in place.
+    JAX caches the conversion of a 64-bit NumPy array by its identity, so that it would use the old
+    numbers of one that was changed in place.
     """
     swap = _Swap()
     try:
@@ -326,19 +328,17 @@ class _Swap:
 
     def __init__(self) -> None:
         self._names: list[tuple[CapturePath, str]] = []
-        self._anchors: list[tuple[CapturePath, Any]] = []
+        self._assigned: list[tuple[CapturePath, Any]] = []
         self._copies: dict[int, tuple[Any, Any]] = {}
-        # By the identity of what is in place: that object, kept so that no other gets its identity, and
-        # the original.
+        # By the id of each replacement: the replacement, so that its id is not reused, and the original.
         self._originals: dict[int, tuple[Any, Any]] = {}
 
     def put(self, place: CapturePath, new: Any, name: str = "") -> None:
-        """Replaces an array by what stands for it."""
-        outer = place  # what is assigned when the place is
+        outer = place  # the place that is assigned: that of the outermost tuple
         while isinstance(outer, MemberPath):
             outer = outer.owner
         before, old = self._original(outer.get()), self._original(place.get())
-        self._anchors.append((outer, before))
+        self._assigned.append((outer, before))
         self._names.append((place, name))
         place.set(new)
         self._originals[id(new)] = new, old
@@ -346,17 +346,17 @@ class _Swap:
             self._originals[id(outer.get())] = outer.get(), before
 
     def _original(self, value: Any) -> Any:
-        """Returns what a value stands for; one place may be reached in two ways."""
+        """Returns what a value replaces, or itself; one place may be reached in two ways."""
         return self._originals.get(id(value), (None, value))[1]
 
     def put_copy(self, place: CapturePath) -> None:
-        """Replaces a NumPy array by a copy, the same one wherever it occurs."""
+        """Replaces a NumPy array by a copy, by the same one wherever it occurs."""
         array = self._original(place.get())
         _, copied = self._copies.setdefault(id(array), (array, array.copy()))
         self.put(place, copied)
 
     def check_unassigned(self) -> None:
-        """Refuses a step that assigned a captured array, since the new value would be lost."""
+        """Raises if the step assigned a captured array, since the new value would be lost."""
         assigned = [name for place, name in self._names if self._is_new(place.get())]
         if assigned:
             raise StaleCaptureError(_REPLACED.format(names=", ".join(assigned)))
@@ -365,12 +365,12 @@ class _Swap:
         return id(value) not in self._originals and isinstance(value, jax.core.Tracer)
 
     def undo(self) -> None:
-        """Puts every array back, wherever in its container it is by now."""
+        """Restores every array, wherever in its container it is by now."""
         for array, copied in self._copies.values():
             if array.tobytes() != copied.tobytes():
-                array[...] = copied  # what Python did to it while the step was traced
+                array[...] = copied  # Python changed it while the step was traced
         done: set[int] = set()
-        for place, before in self._anchors:
+        for place, before in self._assigned:
             if isinstance(place, ItemPath):
                 if id(place.container) not in done:
                     done.add(id(place.container))
@@ -387,26 +387,23 @@ class _Swap:
                 container[key] = self._original(value)
 
 
-_LEFT = """\
+_LEAKED = """\
 The step left arrays in objects that outlive it:
 {lines}
-They have numbers only while the step is traced, which happens once, so later code could not read \
-them. Return the array instead; state that a step changes lives in a variable made before, \
-state = nnx.Variable(value), and state[...] = value in the step. Numbers for a log go out with \
-jax.debug.callback."""
+They exist only while the step is traced, which happens once, so later code could not read them. Return \
+the array instead. State that a step changes lives in a variable made before, state = nnx.Variable(value), \
+and state[...] = value in the step. To log numbers, use jax.debug.callback."""
 
 
 Contents = list[tuple[Any, Any]]
-"""Dicts and lists, each with a copy of what it held."""
+"""Dicts and lists, each with a copy."""
 
 
-def contents_of(containers: Iterable[Any]) -> Contents:
-    """Returns what dicts and lists hold now."""
+def copy_contents(containers: Iterable[Any]) -> Contents:
     return [(container, container.copy()) for container in containers]
 
 
 def restore(contents: Contents) -> None:
-    """Puts dicts and lists back as they were."""
     for container, old in contents:
         if isinstance(container, dict):
             container.clear()
@@ -417,7 +414,7 @@ def restore(contents: Contents) -> None:
 
 @contextmanager
 def contents_restored_on_error(contents: Contents) -> Iterator[None]:
-    """Puts dicts, lists and attributes back as they were, if tracing the step fails."""
+    """Restores dicts, lists and attributes if tracing the step fails."""
     try:
         yield
     except BaseException:
@@ -427,8 +424,8 @@ def contents_restored_on_error(contents: Contents) -> Iterator[None]:
 
 @contextmanager
 def contents_as_before(contents: Contents) -> Iterator[None]:
-    """Puts dicts and lists back for another trace of a step that moved what they hold."""
-    now = contents_of(container for container, _ in contents)
+    """Restores dicts and lists for another trace of a step that changed them."""
+    now = copy_contents(container for container, _ in contents)
     restore(contents)
     try:
         yield
@@ -437,13 +434,13 @@ def contents_as_before(contents: Contents) -> Iterator[None]:
 
 
 def check_leaked_tracers(binding: Binding) -> None:
-    """Raises where an object that the step reaches holds an array of a trace that has ended."""
-    left = [name for name, place, _ in binding.arrays if _holds_tracers(place.get())]
+    """Raises if an object that the step reaches holds a tracer of a trace that has ended."""
+    leaked = [name for name, place, _ in binding.arrays if _holds_tracers(place.get())]
     raws = read_raw(binding.variables)
-    left += [
+    leaked += [
         f"{name} ({type(variable).__name__})"
         for name, variable, raw in zip(binding.names, binding.variables, raws, strict=True)
         if _holds_tracers(raw)
     ]
-    if left:
-        raise StaleCaptureError(_LEFT.format(lines=listed(left)))
+    if leaked:
+        raise StaleCaptureError(_LEAKED.format(lines=listed(leaked)))

@@ -1,4 +1,4 @@
-"""The compiled programs of a strategy: looked up at each call of ``run``, built where none serves it."""
+"""Caches the compiled programs of a strategy: looks them up at each call of ``run``, or builds them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from distribute_jax._errors import LoweringError
 from distribute_jax._mesh import num_replicas
 from distribute_jax._user_frames import warn_user
 from distribute_jax.processes import COMPILING, doing
-from distribute_jax.program._across_processes import Calls, agree_on_values, check_same_program
+from distribute_jax.program._across_processes import CallLog, agree_on_values, check_same_program
 from distribute_jax.program._ahead_of_time import StepPlan, plan_step
 from distribute_jax.program._arguments import Arguments, check_function
 from distribute_jax.program._binding import (
     Binding,
     check_leaked_tracers,
     contents_as_before,
-    contents_of,
     contents_restored_on_error,
+    copy_contents,
 )
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._capture import captures
@@ -32,36 +32,39 @@ from distribute_jax.program._placement import Replicas
 from distribute_jax.program._preparation import preparing
 from distribute_jax.program._program import Program, build
 from distribute_jax.program._state_placement import divide_state, place_state
-from distribute_jax.program._trace import Call, give_first_values, made_again
-from distribute_jax.program._trace_errors import compilable, step_name
+from distribute_jax.program._trace import Call, created_again_error, store_first_values
+from distribute_jax.program._trace_errors import explain_compile_errors, step_name
 
-_MOST_PROGRAMS = 64
+_MAX_PROGRAMS = 64
 
-_WHOLE = """\
-RunOptions(lowering="{lowering}") keeps all state whole on each device, but under {strategy} the replicas \
+_NEEDS_REPLICATED = """\
+RunOptions(lowering="{lowering}") replicates all state on each device, but under {strategy} the replicas \
 share the state of optimizers. Use RunOptions(lowering="shard_map"), the default, or make the strategy \
 without shard_optimizer_state=True."""
 
 
 class Request:
-    """One call of ``run``, analysed once: the step, what it reaches directly, its arguments and options."""
+    """One call of ``run``: the step, what it reaches directly, its arguments and options."""
 
-    __slots__ = ("arguments", "fn", "head", "options", "values")
+    __slots__ = ("arguments", "fn", "lookup_key", "options", "roots")
 
     def __init__(self, fn: Callable[..., Any], arguments: Arguments, options: RunOptions) -> None:
         captured = captures(fn)
         self.fn, self.arguments, self.options = fn, arguments, options
-        self.values = captured.values + arguments.bound
-        """What is compared by identity with what a program is bound to."""
+        self.roots = captured.values + arguments.bound
+        """The objects that are compared by identity with those that a program is bound to."""
         default = options is UNVERIFIED or options is default_run_options()
-        self.head = (
+        self.lookup_key = (
             tuple(captured.key), arguments.signature, None if default else _compiled_options(options),
         )  # fmt: skip
-        """What is compared first: code, signature and options, quick to hash."""
+        """Code, signature and options, which are hashed before the roots are compared."""
 
 
 class ProgramCache:
-    """Programs by what they were compiled for, and by the objects that they are bound to."""
+    """Programs by what they were compiled for, and by the objects that they are bound to.
+
+    ``execute`` runs a program once, to compute the first values of variables that a step creates.
+    """
 
     def __init__(
         self,
@@ -69,7 +72,6 @@ class ProgramCache:
         replicas: Replicas,
         execute: Callable[[BoundProgram, list[Any]], list[Any]],
     ) -> None:
-        """Starts empty; ``execute`` runs a program once, for a step that makes variables."""
         self._strategy, self._replicas, self._execute = strategy, replicas, execute
         self._bound: dict[Any, list[BoundProgram]] = {}
         self.programs: OrderedDict[Any, Program] = OrderedDict()
@@ -78,13 +80,13 @@ class ProgramCache:
 
     def lookup(self, request: Request) -> BoundProgram | None:
         """Returns the program that is bound to what a call reaches, if there is one."""
-        for entry in self._bound.get(request.head, ()):
-            if entry.binding.holds(request.values):
+        for entry in self._bound.get(request.lookup_key, ()):
+            if entry.binding.matches(request.roots):
                 return entry
         return None
 
     def call(self, request: Request, binding: Binding) -> Call:
-        """Returns what is traced for a request."""
+        """Returns the call that is traced for a request."""
         return Call(request.fn, binding, request.arguments, self._strategy, self._replicas.mesh)
 
     def plan(
@@ -94,94 +96,94 @@ class ProgramCache:
         return plan_step(self._strategy, self._replicas, fn, arguments, options, number)
 
     def bind(self, request: Request, *, warn: bool = True, may_create: bool = True) -> BoundProgram:
-        """Binds a program to what a call reaches, and builds it where none serves it."""
-        fn, arguments, head = request.fn, request.arguments, request.head
+        """Binds a program to what a call reaches; builds one if there is none for it."""
+        fn, arguments, lookup_key = request.fn, request.arguments, request.lookup_key
         name = step_name(fn)
         check_function(fn)
         if _context.plan_hooks:
             show = _context.plan_hooks.pop()
             show(functools.partial(self.plan, fn, arguments, request.options))
-        self.forget_dead()
+        self.remove_dead()
         binding = Binding(fn, arguments)
         check_leaked_tracers(binding)
         placement = self._place(name, binding, request, warn=warn)
-        key = (binding.key, placement, *head[1:])
+        key = (binding.key, placement, *lookup_key[1:])
         program = self.programs.get(key)
-        once = None
+        single_call = None
         if program is None:
             self._recompilations.note(fn, binding, arguments)
             call = self.call(request, binding)
-            contents = contents_of(binding.watch.containers)
+            contents = copy_contents(binding.guard.containers)
             with (
-                contents_restored_on_error(contents), compilable(name), preparing(),
+                contents_restored_on_error(contents), explain_compile_errors(name), preparing(),
                 doing(f"{COMPILING} {name}"),
             ):  # fmt: skip
-                before, captured = binding, binding.captured()
+                before, captured = binding, binding.captured_arrays()
                 with self.tracing(request):
                     program = build(call, request.options, self._replicas)
                 if program.traced.created:
                     self._create(request, call, program, may_create=may_create)
                     return self.bind(request, warn=warn, may_create=False)
-                # What Python did while it was traced, such as counting calls, is not done again.
+                # Side effects of the trace, such as counting calls, must not compile the step again.
                 binding = Binding(fn, arguments)
                 check_leaked_tracers(binding)
             if num_replicas(self._replicas.mesh) > 1:
-                # In the library's own steps what differs from one device does so by design.
-                self._notices.give(binding, program, quietly=request.options is UNVERIFIED)
+                # The library's own steps draw random numbers on each replica by design.
+                self._notices.log(binding, program, expects_random=request.options is UNVERIFIED)
             if binding.reaches_same(before.variables, captured):
-                key = (binding.key, placement, *head[1:])
-                self._keep(key, program)
-            else:  # The step moved, removed or added some: the program serves this call alone.
-                once = before.with_arrays(captured)
+                key = (binding.key, placement, *lookup_key[1:])
+                self._add(key, program)
+            else:  # The step moved variables or arrays: the program is right for this call only.
+                single_call = before.with_arrays(captured)
         fingerprint = check_same_program(name, program, arguments, self._replicas.mesh)
-        if once is not None:
-            entry = BoundProgram(program, once, name)
+        if single_call is not None:
+            entry = BoundProgram(program, single_call, name)
             entry.contents = contents
             return entry
         self.programs.move_to_end(key)
         program.add_owners(binding.owners())
         entry = BoundProgram(program, binding, name)
-        entry.calls = Calls(entry, fingerprint) if fingerprint else None
+        entry.call_log = CallLog(entry, fingerprint) if fingerprint else None
         binding.on_release.append(entry.release)
-        kept = [e for e in self._bound.get(head, ()) if _stays(e, entry)]
-        self._bound[head] = [entry, *kept][:_MOST_PROGRAMS]
+        others = [e for e in self._bound.get(lookup_key, ()) if not _replaces(entry, e)]
+        self._bound[lookup_key] = [entry, *others][:_MAX_PROGRAMS]
         return entry
 
-    def _keep(self, key: Any, program: Program) -> None:
-        """Keeps a program for later calls, in place of the one that was used the longest ago."""
+    def _add(self, key: Any, program: Program) -> None:
+        """Adds a program, and evicts the least recently used one if there are too many."""
         self.programs[key] = program
-        if len(self.programs) > _MOST_PROGRAMS:
+        if len(self.programs) > _MAX_PROGRAMS:
             _, oldest = self.programs.popitem(last=False)
             for bound in self._bound.values():
                 bound[:] = [e for e in bound if e.program is not oldest]
 
     @contextmanager
     def tracing(self, request: Request, entry: BoundProgram | None = None) -> Iterator[None]:
-        """Binds the programs of a step again after a block that traces it, if they held before.
+        """Binds the programs of a step again after a block that traces it, if they matched before.
 
-        What Python does while a step is traced, such as counting calls, is not done again, so it is no
-        reason to compile the programs of the same step for other batches again.
+        Side effects of the trace, such as counting calls, must not compile the programs of the same step
+        for other batches again.
         """
         before = [
-            (head, bound, bound.binding.captured())
-            for head, some in self._bound.items()
-            if head[0] == request.head[0]
-            for bound in some
-            if bound.binding.holds(request.values)
+            (key, bound, bound.binding.captured_arrays())
+            for key, entries in self._bound.items()
+            if key[0] == request.lookup_key[0]
+            for bound in entries
+            if bound.binding.matches(request.roots)
         ]
         with contents_as_before(entry.contents if entry is not None else []):
             yield
-        for head, bound, arrays in before:
-            if bound in self._bound.get(head, ()) and not bound.binding.holds(request.values):
+        for key, bound, arrays in before:
+            if bound in self._bound.get(key, ()) and not bound.binding.matches(request.roots):
                 binding = Binding(request.fn, request.arguments)
                 if binding.reaches_same(bound.binding.variables, arrays):
-                    self._bind_again(self._bound[head], bound, binding)
+                    self._rebind(self._bound[key], bound, binding)
 
-    def _bind_again(self, some: list[BoundProgram], old: BoundProgram, binding: Binding) -> None:
+    def _rebind(self, entries: list[BoundProgram], old: BoundProgram, binding: Binding) -> None:
         new = BoundProgram(old.program, binding, old.step)
-        new.calls = old.calls
+        new.call_log = old.call_log
         binding.on_release.append(new.release)
-        some[some.index(old)] = new
+        entries[entries.index(old)] = new
         for key in [k for k, program in self.programs.items() if program is old.program]:
             if key[0] == old.binding.key:
                 self.programs[binding.key, *key[1:]] = self.programs.pop(key)
@@ -189,83 +191,84 @@ class ProgramCache:
     def _place(
         self, step: str, binding: Binding, request: Request, *, warn: bool
     ) -> tuple[Any, ...]:
-        """Places state where it is stored between steps, and returns how each leaf is sharded."""
+        """Places state where it is stored between steps, and returns the sharding of each leaf."""
         shardings = self._replicas.shardings(binding.variables, binding.paths)
         lowering = request.options.lowering
         if any((*shardings, *request.arguments.shardings)) and lowering == "pmap":
-            raise LoweringError(_WHOLE.format(strategy=self._strategy, lowering=lowering))
+            raise LoweringError(
+                _NEEDS_REPLICATED.format(strategy=self._strategy, lowering=lowering)
+            )
         place_state(binding, self._replicas, shardings, warn=warn)
         agree_on_values(step, binding, self._replicas.mesh)
         divide_state(binding, shardings)
         return shardings
 
     def _create(self, request: Request, call: Call, program: Program, *, may_create: bool) -> None:
-        """Computes the first values of variables that a step makes."""
+        """Computes and stores the first values of variables that a step creates."""
         created = program.traced.created
         entry = BoundProgram(program, call.binding, step_name(call.fn))
-        arrays = self._execute(entry, entry.flat_inputs(request.values, call.arguments))
-        give_first_values(created, entry.wrap(arrays))
+        arrays = self._execute(entry, entry.flat_inputs(request.roots, call.arguments))
+        store_first_values(created, entry.wrap(arrays))
         if not may_create:
-            raise made_again(created)
+            raise created_again_error(created)
 
-    def forget_dead(self) -> None:
-        """Removes what no call can use again: a model that it was compiled for is gone."""
-        for head, entries in list(self._bound.items()):
-            self._bound[head] = [e for e in entries if e.binding.alive]
-            if not self._bound[head]:
-                del self._bound[head]
-        for key in [k for k, program in self.programs.items() if not program.is_wanted()]:
+    def remove_dead(self) -> None:
+        """Removes programs and entries whose models were deleted, so that no call can use them again."""
+        alive = {key: [e for e in old if e.binding.alive] for key, old in self._bound.items()}
+        self._bound = {key: entries for key, entries in alive.items() if entries}
+        for key in [k for k, program in self.programs.items() if not program.is_alive()]:
             del self.programs[key]
 
 
 @functools.lru_cache(maxsize=64)
 def _compiled_options(options: RunOptions) -> RunOptions | None:
-    """Leaves out what changes nothing about the program; None for the default."""
-    without = replace(options, verify="off")
-    return None if without == UNVERIFIED else without
+    """Returns the options that change the program; None for the default."""
+    compiled = replace(options, verify="off")
+    return None if compiled == UNVERIFIED else compiled
 
 
-def _stays(old: BoundProgram, new: BoundProgram) -> bool:
-    """Returns whether an entry is kept beside a new one: it must not keep replaced parts alive."""
+def _replaces(new: BoundProgram, old: BoundProgram) -> bool:
+    """True if an entry would keep alive parts of a model that were replaced since."""
     if list(map(id, old.binding.variables)) == list(map(id, new.binding.variables)):
-        return old.program is not new.program
-    return not old.binding.shares_roots(new.binding)
+        return old.program is new.program
+    return old.binding.shares_roots(new.binding)
 
 
-_MANY = 5
-_REMEMBERED = 256
+_WARN_AT = 5
+_MAX_COUNTED_STEPS = 256
 
 
 class Recompilations:
-    """Counts the programs of each step on its own models, and what the last one was made for.
+    """Counts the programs of each step, with the shapes and constants of the last one.
 
-    The same step on another model is another count: five models of one class are no mistake.
+    The same step on another model is counted separately: to train five models of one class is not a
+    mistake.
     """
 
     def __init__(self) -> None:
         self._seen: dict[Any, tuple[int, dict[str, Any], tuple[Any, ...]]] = {}
 
     def note(self, fn: Any, binding: Binding, arguments: Arguments) -> None:
-        """Notes that a program is being built; warns at the fifth for the same code and models."""
-        name = getattr(fn, "__name__", None)  # wrappers share their code, and not their name
-        code = (binding.key[0], name, frozenset(binding.anchors))
+        """Counts a program; warns at the fifth for the same code and models."""
+        name = getattr(fn, "__name__", None)  # wrappers share their code, but not their name
+        code = (binding.key[0], name, frozenset(binding.model_ids))
         facts = {**binding.statics, **_argument_facts(arguments)}
         times, before, owners = self._seen.get(code, (0, {}, ()))
         if any(owner() is None for owner in owners):
-            times, before = 0, {}  # another model has got the identity of one that is gone
-        if len(self._seen) > _REMEMBERED:
+            times, before = 0, {}  # the id of a deleted model was reused
+        if len(self._seen) > _MAX_COUNTED_STEPS:
             self._seen.clear()
         self._seen[code] = (times + 1, facts, binding.owners())
-        if times + 1 == _MANY:
+        if times + 1 == _WARN_AT:
             changed = [
                 f"{name} ({before[name]} then {facts[name]})"
                 for name in facts
                 if name in before and before[name] != facts[name]
             ]
-            new = "an object or function that it captures is a new one at each call"
-            what = ", ".join(changed[:4]) or new
+            unknown = "an object or function that it captures is a new one at each call"
+            what = ", ".join(changed[:4]) or unknown
             warn_user(
-                f"{getattr(fn, '__qualname__', fn)} was compiled {_MANY} times. What changed last: "
+                f"{getattr(fn, '__qualname__', fn)} was compiled {_WARN_AT} times. What changed last: "
                 f"{what}. Each new value or shape compiles a new program: pass a number that changes "
                 "in args, where it is data, and keep batch shapes equal."
             )

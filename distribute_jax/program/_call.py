@@ -1,7 +1,7 @@
-"""Calls a compiled step on the objects that it is bound to: the path of every step.
+"""Executes a compiled step on the objects that it is bound to: the hot path of every step.
 
-Arrays that share memory are copied before they are donated: JAX 0.10 crashes the process on an argument
-that is donated twice or still read, and later versions fail inside XLA.
+Arrays that share memory are copied before they are donated: JAX 0.10 crashes the process if a buffer is
+donated twice or still read, and later versions fail inside XLA.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from distribute_jax._messages import is_donated, is_key, listed
 from distribute_jax._values import PerReplica, mark_all_mirrored
 from distribute_jax.processes import doing
 from distribute_jax.program._arguments import Arguments
-from distribute_jax.program._binding import Binding
-from distribute_jax.program._failures import failed, is_runtime_failure, not_finite
+from distribute_jax.program._binding import Binding, Contents
+from distribute_jax.program._failures import is_runtime_failure, non_finite_kind, step_failure
 from distribute_jax.program._program import Program
 from distribute_jax.program._results import rebuild
 from distribute_jax.program._state_placement import fresh_copy
-from distribute_jax.program._trace_errors import compilable
+from distribute_jax.program._trace_errors import explain_compile_errors
 from distribute_jax.program._undo import StepCounts
 
 _DONATED = """\
@@ -47,154 +47,161 @@ dj.snapshot(model) instead of the arrays, or use RunOptions(donate_state=False).
 
 
 class OutdatedError(Exception):
-    """The state has got other shapes or dtypes than the program was compiled for."""
+    """The state has other shapes or dtypes than the program was compiled for."""
 
 
 class BoundProgram:
-    """A program together with the objects it runs on."""
+    """A program together with the objects it runs on; ``step`` is the name of the function."""
 
     def __init__(self, program: Program, binding: Binding, step: str) -> None:
-        """Prepares the lists that each call reads and writes; ``step`` is the function's name."""
         self.program, self.binding, self.step = program, binding, step
-        self.contents: list[tuple[Any, Any]] = []
-        """Dicts and lists that the trace changed, each with what it held before."""
-        self.calls: Any = None
-        """What the processes of a job compare of each call; None where this one is alone."""
+        self.contents: Contents = []
+        """The dicts and lists that the trace changed, with their contents before it."""
+        self.call_log: Any = None
+        """Logs what the processes of a job compare of each call; None in a single process."""
         variables = binding.variables
-        self.inputs = [variables[i] for i in (*program.written, *program.kept)]
+        self.inputs = [variables[i] for i in (*program.written, *program.read_only)]
         self.outputs = [variables[i] for i in program.written]
-        self.guards = [v for v in self.outputs if isinstance(v, StepCounts)]
+        self.skip_counts = [v for v in self.outputs if isinstance(v, StepCounts)]
         self.sources = [binding.arrays[i] for i in program.arrays]
         self.state_size = sum(program.traced.written_sizes)
         starts = program.traced.input_starts
-        self._written_inputs = sum(starts[i + 1] - starts[i] for i in program.written)
-        self._state_inputs = 0
-        self._loose = 0
-        self.left: list[Any] = []
-        """The state as the last call has left it."""
-        self._kept: list[Any] = []
-        self._donated: Donated | None = None
-        self._finished: Any = None
-        self._pending: list[list[Any]] = []
-        self._steady: dict[Any, Any] = {}
+        self._num_written_inputs = sum(starts[i + 1] - starts[i] for i in program.written)
+        self._num_state_inputs = 0
+        self._num_possible_aliases = 0  # inputs from outside that may share memory with the state
+        self.last_state: list[Any] = []
+        """The state after the last call."""
+        self._read_only_state: list[Any] = []
+        self._donated_buffers: DonatedBuffers | None = None
+        self._token: Any = None
+        self._pending_outputs: list[list[Any]] = []
+        self._fast_calls: dict[Any, Any] = {}
         self._all_mirrored = all(program.plan.mirrored)
         self._some_mirrored = any(program.plan.mirrored)
         arrays = range(len(program.plan.mirrored))
         self._plain_results = program.results.leaves == tuple(("array", k) for k in arrays)
         self._crashes_on_deleted = deleted_arrays_crash(program.mesh.size)
 
-    def inputs_now(self) -> list[Any]:
-        """Reads the state that the next call would start from."""
+    def current_state(self) -> list[Any]:
+        """Returns the state that the next call would start from."""
         return jax.tree.leaves(read_raw(self.inputs))
 
     def flat_inputs(self, values: Sequence[Any], arguments: Arguments) -> list[Any]:
-        """Reads state, captured arrays, data and counts in the order of the program."""
+        """Returns state, captured arrays, data and counts in the order of the program's inputs."""
         flat = read_raw(self.inputs)
         if not self.program.simple:
             flat = jax.tree.leaves(flat)
-        self._kept = flat[self._written_inputs :]
-        self._state_inputs = len(flat)
+        self._read_only_state = flat[self._num_written_inputs :]
+        self._num_state_inputs = len(flat)
         for _, place, root in self.sources:
             flat.append(place.get() if root is None else values[root])
-        captured = len(flat) - self._state_inputs
+        captured = len(flat) - self._num_state_inputs
         flat += [v.global_array if type(v) is PerReplica else v for v in arguments.data]
-        self._loose = captured + len(arguments.data) - arguments.batches
+        self._num_possible_aliases = captured + len(arguments.data) - arguments.batches
         if arguments.counts is not None:
             flat.append(np.asarray(arguments.counts, np.int32))
         return flat
 
     def release(self) -> None:
-        """Drops the variables, once an object that the step reached is gone."""
-        self.inputs, self.outputs, self.sources, self.left, self.guards = [], [], [], [], []
-        self._kept, self._finished, self._pending = [], None, []
+        """Drops all references, once an object that the step reached was deleted."""
+        self.inputs, self.outputs, self.sources, self.skip_counts = [], [], [], []
+        self.last_state, self._read_only_state = [], []
+        self._token, self._pending_outputs = None, []
 
     def execute(
         self, flat: list[Any], compiled: Callable[..., list[Any]] | None = None
     ) -> list[Any]:
-        """Runs the program, or several steps of it; errors say what became of the state."""
-        # Several steps in one program give away state only.
+        """Runs the program, or another one that was ``compiled`` for several steps of it."""
+        # A program of several steps donates only the state.
         donated = self.program.donated if compiled is None else range(self.program.donated_state)
         compiled = compiled or self.program.compiled
-        state = self._state_inputs
-        untouched = len(self.left) == state and all(map(operator.is_, flat, self.left))
-        # Another step, or the user's own, may have taken what the last call left.
-        alive = not self._crashes_on_deleted or _all_alive(self.left)
-        first = state if untouched and alive else 0
+        state = self._num_state_inputs
+        unchanged = len(self.last_state) == state and all(map(operator.is_, flat, self.last_state))
+        # Another step, or the user's jit, may have donated the arrays of the last call.
+        alive = not self._crashes_on_deleted or _all_alive(self.last_state)
+        first = state if unchanged and alive else 0
         if not _all_alive(flat[first:]):
             self.check_readable(flat, first)
-        if donated and self._loose:
-            self._donated = self._donated or Donated(flat, range(self.program.donated_state))
-            flat = self._donated.apart(flat, range(state, len(flat)))
-        if donated and not (untouched and len(donated) == self.program.donated_state):
-            # State that is just what the last call left is distinct; arguments may not be.
-            flat = unshared(flat, donated)
+        if donated and self._num_possible_aliases:
+            self._donated_buffers = self._donated_buffers or DonatedBuffers(
+                flat, range(self.program.donated_state)
+            )
+            flat = self._donated_buffers.copy_aliases(flat, range(state, len(flat)))
+        if donated and not (unchanged and len(donated) == self.program.donated_state):
+            # The outputs of the last call do not share memory; anything else may.
+            flat = copy_shared(flat, donated)
         try:
             with doing(f"running {self.step}"):
-                return self._done(self._dispatch(compiled, flat, untouched))
+                return self._take_token(self._dispatch(compiled, flat, unchanged))
         except Exception as error:
-            return self._done(self._retry(compiled, flat, error))
+            return self._take_token(self._retry(compiled, flat, error))
 
     def _dispatch(
-        self, compiled: Callable[..., list[Any]], flat: list[Any], untouched: bool
+        self, compiled: Callable[..., list[Any]], flat: list[Any], unchanged: bool
     ) -> list[Any]:
-        """Runs the program so that no interrupt comes between it and the list that keeps its outputs."""
+        """Runs the program such that no interrupt can lose its outputs: they are stored in a list in C."""
         if not self.program.donated_state:
             return compiled(*flat)
-        pending = self._pending = []
-        around = (last_settings(), *_placements(flat[self._state_inputs :] if untouched else flat))
-        call, same = self._steady.get((compiled, untouched), (None, None))
-        if same == around and not (_CONFIG.jax_debug_nans or _CONFIG.jax_debug_infs):
+        pending = self._pending_outputs = []
+        context = (
+            last_settings(),
+            *_placements(flat[self._num_state_inputs :] if unchanged else flat),
+        )
+        call, last_context = self._fast_calls.get((compiled, unchanged), (None, None))
+        if last_context == context and not (_CONFIG.jax_debug_nans or _CONFIG.jax_debug_infs):
             # The program is called, and the list extended, in C: Python handles no signal between.
             pending.extend(starmap(call, (flat,)))
             return pending[0]
         with interrupts_held_back():
             pending.extend(starmap(compiled, (flat,)))
         if (call := call_in_c(compiled)) and all(type(out) is ARRAY for out in pending[0]):
-            self._steady[compiled, untouched] = call, around
+            self._fast_calls[compiled, unchanged] = call, context
         return pending[0]
 
-    def finish(self) -> None:
-        """Stores what a program has left, where an exception came between, and the old state is gone."""
-        if self._pending and any(map(is_donated, jax.tree.leaves(read_raw(self.outputs)))):
-            self.store(self._done(self._pending[0]))
-        self._pending = []
+    def store_pending(self) -> None:
+        """Stores the outputs of a program after an exception, if the old state was donated to it."""
+        outputs = self._pending_outputs
+        if outputs and any(map(is_donated, jax.tree.leaves(read_raw(self.outputs)))):
+            self.store(self._take_token(outputs[0]))
+        self._pending_outputs = []
 
-    def _done(self, outs: list[Any]) -> list[Any]:
-        """Keeps what there is to wait for, and returns state and results."""
-        self._finished = outs[-1]
+    def _take_token(self, outs: list[Any]) -> list[Any]:
+        """Keeps an output to wait for, and returns state and results."""
+        self._token = outs[-1]
         return outs[:-1] if self.program.has_token else outs
 
-    def finished(self) -> Any:
-        """Returns an array of the last run to wait for, and keeps it no longer.
+    def pop_token(self) -> Any:
+        """Returns an output of the last call to wait for: not state, which a later step would donate.
 
-        It is not state, which a later step would take; a result may be donated by the user.
+        It may be a result, which the user may donate.
         """
-        token, self._finished = self._finished, None
+        token, self._token = self._token, None
         return token
 
     def check_readable(self, flat: Sequence[Any], first: int = 0) -> None:
-        """Refuses arrays from ``first`` on that were donated."""
-        gone = [
+        """Raises if an array from ``first`` on was donated."""
+        # A call with Python numbers comes here each time, so without the function is_donated.
+        donated = [
             i
             for i in range(first, len(flat))
             if isinstance(flat[i], jax.Array) and flat[i].is_deleted()
         ]
-        if gone:
-            raise DonatedError(_DONATED.format(lines=listed(self._names(gone))))
+        if donated:
+            raise DonatedError(_DONATED.format(lines=listed(self._names(donated))))
 
     def store(self, outs: list[Any]) -> list[Any]:
-        """Writes the new state into the variables and returns the rest: the result's arrays."""
+        """Writes the new state into the variables and returns the arrays of the result."""
         state = self.state_size
-        self.left = [*outs[:state], *self._kept]
+        self.last_state = [*outs[:state], *self._read_only_state]
         if self.program.simple:
             write_raw(self.outputs, outs)
         else:
             self._store_nests(outs[:state])
-        self._pending = []
+        self._pending_outputs = []
         return outs[state:]
 
     def wrap(self, arrays: list[Any]) -> Any:
-        """Turns the result's arrays into the result that the user sees."""
+        """Returns the result as the user sees it."""
         program = self.program
         if self._all_mirrored:
             mark_all_mirrored(arrays, self.step)
@@ -222,28 +229,28 @@ class BoundProgram:
         self, compiled: Callable[..., list[Any]], flat: list[Any], error: Exception
     ) -> list[Any]:
         """Moves inputs that are on other devices and tries once more, or explains the error."""
-        if is_runtime_failure(error) or not_finite(error):
-            gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in flat)
-            raise failed(self.step, self.program, error, lost=gone) from error
+        if is_runtime_failure(error) or non_finite_kind(error):
+            lost = any(map(is_donated, flat))
+            raise step_failure(self.step, self.program, error, lost=lost) from error
         self.check_readable(flat)
         if isinstance(error, TypeError) and "differ from the types" in str(error):
             raise OutdatedError from error
         placed = self.placed(flat)
         if all(a is b for a, b in zip(placed, flat, strict=True)):
-            with compilable(self.step):  # pmap compiles at its first call
+            with explain_compile_errors(self.step):  # pmap compiles at its first call
                 raise error
         try:
-            return self._dispatch(compiled, placed, untouched=False)
+            return self._dispatch(compiled, placed, unchanged=False)
         except Exception as again:
             return self._retry(compiled, placed, again)
 
     def placed(self, flat: list[Any]) -> list[Any]:
         """Moves inputs that are on other devices onto the mesh."""
         if self.program.parameter_device is not None:
-            return flat  # the program sends them itself
+            return flat  # the program moves them itself
         shardings = self.program.step.shardings.in_shardings(self.program.mesh)
         size = self.program.traced.sizes[2]
-        # Several steps take the data of each step one after the other.
+        # A program of several steps takes the data of one step after the other.
         more = (len(flat) - len(shardings)) // size if size else 0
         wanted = (*shardings, *(shardings[len(shardings) - size :] * more))
         donated = set(self.program.donated)
@@ -261,7 +268,7 @@ class BoundProgram:
         return [*flat[: end - len(new)], *new, *flat[end:]]
 
     def output_names(self) -> list[str]:
-        """Names every output: the state in the user's words, then the results."""
+        """Returns the names of all outputs: the state in the user's words, then the results."""
         traced = self.program.traced
         return [*(traced.input_names[i] for i in traced.old_inputs), *traced.results.names]
 
@@ -277,10 +284,7 @@ _is_deleted = operator.methodcaller("is_deleted")
 
 
 def _all_alive(state: Sequence[Any]) -> bool:
-    """Returns whether what the last call left is still there; another step may have taken it since.
-
-    With hundreds of variables this is several times faster than to look for those that are gone.
-    """
+    """True if no array was donated; for hundreds of arrays several times faster than ``is_donated``."""
     try:
         return not any(map(_is_deleted, state))
     except AttributeError:  # a NumPy array that the user put into a variable
@@ -288,15 +292,15 @@ def _all_alive(state: Sequence[Any]) -> bool:
 
 
 def _placements(values: Sequence[Any]) -> Iterable[Any]:
-    """Returns where values are stored, which tells whether JAX has called a program with such before."""
+    """Returns shardings and committedness: a program that was called with equal ones takes these too."""
     if set(map(type, values)) != _ARRAYS:
         return [_placement(v) if isinstance(v, jax.Array) else type(v) for v in values]
     return map(_placement, values)
 
 
-def unshared(flat: list[Any], donated: Sequence[int]) -> list[Any]:
-    """Copies donated arrays that occur twice, so that nothing is donated that is still read."""
-    keys = list(map(_memory, flat))
+def copy_shared(flat: list[Any], donated: Sequence[int]) -> list[Any]:
+    """Copies donated arrays that share memory with other inputs."""
+    keys = list(map(_buffer_key, flat))
     if len(set(keys)) == len(keys):
         return flat
     times = Counter(keys)
@@ -307,35 +311,35 @@ def unshared(flat: list[Any], donated: Sequence[int]) -> list[Any]:
     return flat
 
 
-def _memory(value: Any) -> Any:
-    """Returns what is equal for array objects that share memory."""
+def _buffer_key(value: Any) -> Any:
+    """Returns a key that is equal for arrays that share memory."""
     is_plain = isinstance(value, jax.Array) and not is_key(value)
     return value.addressable_data(0).unsafe_buffer_pointer() if is_plain else -id(value)
 
 
-class Donated:
-    """The kinds of the arrays that a program is given, so that few must be looked at closely."""
+class DonatedBuffers:
+    """Finds inputs that share memory with donated state, comparing only arrays of one shard shape."""
 
     def __init__(self, flat: Sequence[Any], donated: Sequence[int]) -> None:
-        self._by_kind: dict[Any, list[int]] = {}
+        self._by_shard: dict[Any, list[int]] = {}
         for i in donated:
-            self._by_kind.setdefault(_kind(flat[i]), []).append(i)
+            self._by_shard.setdefault(_shard_type(flat[i]), []).append(i)
 
-    def apart(self, flat: list[Any], loose: Iterable[int]) -> list[Any]:
-        """Copies arrays that come from outside and are, on some device, the memory of given state.
+    def copy_aliases(self, flat: list[Any], indices: Iterable[int]) -> list[Any]:
+        """Copies inputs that share memory with donated state on some device.
 
-        Such are the parts of a variable's array, and what ``device_put`` makes of it.
+        Such are the shards of a variable's array, and what ``device_put`` returns for it.
         """
-        for i in loose:
+        for i in indices:
             value = flat[i]
-            candidates = self._by_kind.get(_kind(value)) if isinstance(value, jax.Array) else None
+            is_array = isinstance(value, jax.Array)
+            candidates = self._by_shard.get(_shard_type(value)) if is_array else None
             if candidates and _pointers([value]) & _pointers(flat[j] for j in candidates if j != i):
                 flat[i] = jnp.copy(value)
         return flat
 
 
-def _kind(value: Any) -> Any:
-    """Arrays that share memory have parts of one shape and dtype."""
+def _shard_type(value: Any) -> Any:
     if not isinstance(value, jax.Array):
         return None
     return value.sharding.shard_shape(value.shape), value.dtype

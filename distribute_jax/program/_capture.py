@@ -1,4 +1,4 @@
-"""What a function captures: closure cells, globals, defaults, ``self``, and attributes it mentions."""
+"""Finds what a function captures: cells, globals, defaults, ``self``, and the attributes that it names."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ _LIBRARY_NAMES = _LIBRARIES | frozenset(sys.stdlib_module_names) - {"__main__"}
 
 
 def is_library(module: str | None) -> bool:
-    """Returns whether code of this module holds no state of the user's, so it is not searched."""
+    """True if code of this module holds none of the user's state, so that it is not walked."""
     return module is None or module.partition(".")[0] in _LIBRARY_NAMES
 
 
 def is_optax(module: str | None) -> bool:
-    """Whether code of this module keeps what the user gave it, such as schedules, in closures."""
+    """True if this module keeps the user's values, such as schedules, in closures."""
     return module is not None and module.partition(".")[0] == "optax"
 
 
-_MOST_KNOWN = 4096
-_known_names: dict[int, tuple[types.CodeType, tuple[str, ...]]] = {}
+_MAX_CACHED_CODES = 4096
+_cached_global_names: dict[int, tuple[types.CodeType, tuple[str, ...]]] = {}
 
 
 def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Names the globals that a code object and the code nested in it load.
+    """Returns the names of the globals that a code object and the code nested in it load.
 
-    Every call of ``run`` asks: remembered by identity, since the hash of code reads all of it.
+    Every call of ``run`` needs them: cached by identity, since the hash of code reads all of it.
     """
-    known = _known_names.get(id(code))
-    if known is None:
-        if len(_known_names) >= _MOST_KNOWN:
-            _known_names.clear()
-        known = _known_names[id(code)] = (code, _loaded_globals(code))
-    return known[1]
+    cached = _cached_global_names.get(id(code))
+    if cached is None:
+        if len(_cached_global_names) >= _MAX_CACHED_CODES:
+            _cached_global_names.clear()
+        cached = _cached_global_names[id(code)] = (code, _loaded_globals(code))
+    return cached[1]
 
 
 def _loaded_globals(code: types.CodeType) -> tuple[str, ...]:
@@ -76,9 +76,9 @@ def _loaded_globals(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def attribute_names(code: types.CodeType) -> frozenset[str]:
-    """Names every attribute and global that a code object and the code nested in it mention.
+    """Returns the names of all attributes and globals in a code object and the code nested in it.
 
-    Words in its constants count too: they are what ``getattr(x, "name")`` and ``match`` read.
+    Words in its constants count too, since ``getattr(x, "name")`` and ``match`` read those.
     """
     names: set[str] = set()
     for part in nested_code(code):
@@ -91,20 +91,20 @@ def attribute_names(code: types.CodeType) -> frozenset[str]:
     return frozenset(names)
 
 
-_READS_ALL = frozenset({"vars", "__dict__", "asdict", "astuple"})
+_ITERATES_ATTRIBUTES = frozenset({"vars", "__dict__", "asdict", "astuple"})
 
 
 @functools.lru_cache(maxsize=4096)
 def reads_any_attribute(code: types.CodeType) -> bool:
-    """Returns whether the user's code reads attributes whose names do not appear in it."""
-    if "site-packages" in code.co_filename:  # a library that looks through its own objects
+    """True if the user's code reads attributes whose names do not appear in it."""
+    if "site-packages" in code.co_filename:  # a library that iterates over its own objects
         return False
     names = {name for part in nested_code(code) for name in part.co_names}
-    return bool(names & _READS_ALL) or ("getattr" in names and _computes_names(code))
+    return bool(names & _ITERATES_ATTRIBUTES) or ("getattr" in names and _computes_names(code))
 
 
 def _computes_names(code: types.CodeType) -> bool:
-    """Returns whether a ``getattr`` computes its name; yes where the source cannot be read."""
+    """True if a ``getattr`` computes its name, or if the source cannot be read."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, SyntaxError):
@@ -119,14 +119,14 @@ def _computes_names(code: types.CodeType) -> bool:
 
 
 def function_behind(value: Any) -> types.FunctionType | None:
-    """Returns the function of a callable: a bound method's, or the one that was wrapped."""
+    """Returns the function of a bound method or wrapper, if the callable is one."""
     function = inspect.unwrap(value)
     function = getattr(function, "__func__", function)
     return function if isinstance(function, types.FunctionType) else None
 
 
 def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Returns a code object and every function, lambda and comprehension written inside it."""
+    """Yields a code object and every function, lambda and comprehension nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -136,8 +136,8 @@ def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
 _JITTED = (type(jax.jit(lambda: None)), type(nnx.jit(lambda: None)))
 
 
-def without_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Takes a jit off a function: run compiles it anyway, and Flax forbids changes across a jit."""
+def unwrap_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function under a jit: run compiles it anyway, and Flax forbids changes across a jit."""
     while isinstance(fn, _JITTED):
         fn = cast("Any", fn).__wrapped__
     return fn
@@ -148,33 +148,32 @@ class Captures:
     """What a callable reaches directly: cells, globals, defaults, ``self``, arguments of a partial."""
 
     key: list[Any]
-    """Equal for callables of the same code; of the very same code object, where nothing is recorded."""
+    """Equal for callables of equal code; without records, of the identical code object."""
     values: list[Any]
     records: list[tuple[str, CapturePath]] | None
-    """The name in the user's code and the place of each value; the call path of ``run`` does without."""
+    """The name in the user's code and the path of each value; None on the fast path of ``run``."""
 
     @property
     def roots(self) -> list[tuple[Any, str, CapturePath]]:
-        """Each value with its name and place."""
+        """Each value with its name and path."""
         pairs = zip(self.values, self.records or (), strict=True)
         return [(value, name, place) for value, (name, place) in pairs]
 
     @property
     def codes(self) -> list[types.CodeType]:
-        """The code objects that make up the callable, where names are recorded."""
+        """The code objects of the callable, if it was recorded."""
         return [part for part in self.key if isinstance(part, types.CodeType)]
 
     def add(self, value: Any, name: str, place: CapturePath | None = None) -> None:
-        """Adds one value with its name and place."""
         self.values.append(value)
         if self.records is not None:
             self.records.append((name, place or FixedValue(value)))
 
 
 def captures(fn: Callable[..., Any], *, named: bool = False) -> Captures:
-    """Takes a callable apart, without looking into what it reaches.
+    """Returns what a callable reaches directly, without walking the values.
 
-    Partials, bound methods, callable objects, ``functools.wraps`` and jitted functions are looked through.
+    Partials, bound methods, callable objects, ``functools.wraps`` and jitted functions are unwrapped.
     """
     captured = Captures([], [], [] if named else None)
     _collect(fn, captured)
@@ -197,7 +196,7 @@ def _collect(fn: Any, captured: Captures) -> None:
         _collect(fn.func, captured)
     elif (inner := getattr(fn, "__wrapped__", None)) is not None:
         captured.key.append(getattr(fn, "__captures_key__", type(fn)))
-        if not is_library(type(fn).__module__):  # a decorator that is a class of the user's
+        if not is_library(type(fn).__module__):  # the user's decorator class
             _collect_callable_object(fn, captured)
         _collect(inner, captured)
     else:
@@ -246,45 +245,44 @@ _HOLDERS = (
 )  # fmt: skip
 """Classes of the standard library that hold the user's values in attributes."""
 
-_MAKING = frozenset({"__init__", "__new__", "__post_init__"})
-_NEVER = frozenset({
+_CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
+_NOT_CALLED = frozenset({
     "__repr__", "__str__", "__del__", "__getstate__", "__setstate__", "__reduce__",
     "__reduce_ex__", "__init_subclass__", "__set_name__", "__class_getitem__", "__hash__",
 })  # fmt: skip
-"""Methods that a step does not call, though it may call every other special one unseen."""
+"""Special methods that a step does not call; it may call any other without naming it."""
 
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, property)
 
 
-def is_whole(value: Any) -> bool:
-    """Returns whether everything that an object holds counts, whatever the code mentions."""
-    # A pytree, such as Flax's TrainState, is read leaf by leaf.
+def is_followed_whole(value: Any) -> bool:
+    """True if all attributes of an object are followed, not only those that the code names."""
+    # JAX reads all leaves of a pytree, such as Flax's TrainState.
     return isinstance(value, _HOLDERS) or not jax.tree_util.all_leaves([value])
 
 
 class AttributeNames:
-    """The attribute names that code mentions, and what of an object they select."""
+    """The attribute names that code mentions, and the members of objects and classes with such names."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self.any = False
-        """Whether code reads attributes by computed names, so that all of them count."""
+        self.all = False
+        """True if code computes names of attributes, so that every attribute may be read."""
 
     def __contains__(self, key: str) -> bool:
-        return self.any or key in self.names
+        return self.all or key in self.names
 
     def __len__(self) -> int:
-        """Grows with all that is read."""
-        return len(self.names) + self.any
+        return len(self.names) + self.all
 
     def read(self, codes: Iterable[types.CodeType]) -> None:
-        """Adds the names that pieces of code use."""
+        """Adds the names in these code objects."""
         for code in codes:
             self.names.update(attribute_names(code))
-            self.any = self.any or reads_any_attribute(code)
+            self.all = self.all or reads_any_attribute(code)
 
     def slots(self, value: Any) -> list[str]:
-        """Returns the attributes that may be read and are in no dict."""
+        """Returns the names of the slots that may be read."""
         names = {
             key
             for owner in type(value).__mro__
@@ -294,14 +292,16 @@ class AttributeNames:
         }
         return sorted(key for key in names if key in self)
 
-    def of_class(self, cls: type, *, every: bool, makes: bool) -> Iterator[tuple[type, str, Any]]:
-        """Returns class, name and value of all that may be read from the user's classes.
+    def class_members(
+        self, cls: type, *, every: bool, constructed: bool
+    ) -> Iterator[tuple[type, str, Any]]:
+        """Yields class, name and value of each member of the user's classes that may be read.
 
-        A name that one class of the family has is given for each: assigned there later, it hides the
-        other. Its value is then None.
+        A name that any class of the MRO has is yielded for all of them, with None where it is missing: an
+        assignment there would hide the other one.
         """
         owners = [owner for owner in cls.__mro__ if not is_library(owner.__module__)]
-        unused = _NEVER if makes else _NEVER | _MAKING
+        unused = _NOT_CALLED if constructed else _NOT_CALLED | _CONSTRUCTORS
         keys = dict.fromkeys(
             key
             for owner in owners
@@ -315,12 +315,12 @@ class AttributeNames:
 
 
 def is_special(key: str) -> bool:
-    """Returns whether a name is one that Python gives a meaning to."""
+    """True if a name is a dunder name."""
     return key.startswith("__") and key.endswith("__")
 
 
 def is_data(key: str, member: Any) -> bool:
-    """Returns whether a member of a class is a value rather than machinery of Python."""
+    """True if a member of a class is a value rather than a descriptor."""
     return not is_special(key) and member is not None and not isinstance(member, _DESCRIPTORS)
 
 

@@ -1,4 +1,4 @@
-"""Errors of steps that fail on the devices, and warnings about steps that differ from one device."""
+"""Errors of steps that fail on the devices, and notices about steps that differ from one device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distribute_jax.program._aggregation import Combine
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._jaxprs import needed_only
 from distribute_jax.program._program import Program
-from distribute_jax.program._random import draws_its_own
+from distribute_jax.program._random import draws_per_replica
 from distribute_jax.program._remarks import Notice
 
 _XLA_STATUS = re.compile(r"(UNKNOWN|INTERNAL|ABORTED|CANCELLED|UNAVAILABLE|DEADLINE_EXCEEDED): ")
@@ -29,35 +29,35 @@ The compiled step failed while it ran; the state is as before the call.
 The reason: {reason}"""
 
 _NOT_FINITE = """\
-{step} gave a {kind}, which jax.debug_nans or jax.debug_infs forbids. {state}
+{step} computed a {kind}, which jax.debug_nans or jax.debug_infs forbids. {state}
 To find the line, call the function itself on the batch of one replica, without strategy.run: there JAX \
-stops at the first operation that gives one."""
+stops at the first operation that computes one."""
 
 
-def failed(step: str, program: Program, error: Exception, *, lost: bool) -> Exception:
-    """Returns the error of a step that failed; ``lost`` if its state was donated before it did."""
+def step_failure(step: str, program: Program, error: Exception, *, lost: bool) -> Exception:
+    """Returns the error of a step that failed while it ran; ``lost`` if its state was donated."""
     what = str(program.failure(error)) if lost else _INTACT.format(reason=error_text(error))
     text = str(error)
     if "Timed out" in text or "DEADLINE_EXCEEDED" in text:
         return DeadlineExceededError(f"{step}: {what}{describe_processes()}")
-    if kind := not_finite(error):
+    if kind := non_finite_kind(error):
         state = what.split("\nThe reason:")[0] if lost else "The state is as before the call."
         return FloatingPointError(_NOT_FINITE.format(step=step, kind=kind, state=state))
     return StepFailedError(f"{step}: {what}{describe_processes()}")
 
 
 def is_runtime_failure(error: Exception) -> bool:
-    """Returns whether a program failed while it ran; the program itself, or its inputs, are right.
+    """True if a program failed while it ran, rather than because of the types of its inputs.
 
-    Where XLA runs it in the thread that calls it, JAX raises a ValueError with XLA's text.
+    If XLA runs a program in the calling thread, JAX raises a ValueError with XLA's text.
     """
     return isinstance(error, jax.errors.JaxRuntimeError) or (
         isinstance(error, ValueError) and _XLA_STATUS.match(str(error)) is not None
     )
 
 
-def not_finite(error: Exception) -> str | None:
-    """Returns ``nan`` or ``inf`` where JAX found one in the outputs, as its debugging flags ask for."""
+def non_finite_kind(error: Exception) -> str | None:
+    """Returns ``nan`` or ``inf`` for an error that JAX raises because of its debugging flags."""
     config: Any = jax.config
     if not (config.jax_debug_nans or config.jax_debug_infs) or len(error.args) != 2:
         return None
@@ -65,12 +65,12 @@ def not_finite(error: Exception) -> str | None:
 
 
 @contextmanager
-def named(step: str, program: Program) -> Iterator[None]:
-    """Names the step for failures of the checks, which run it on copies of the state."""
+def naming_step(step: str, program: Program) -> Iterator[None]:
+    """Names the step in failures of the checks, which run it on copies of the state."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        raise failed(step, program, error, lost=False) from error
+        raise step_failure(step, program, error, lost=False) from error
 
 
 _log = logging.getLogger("distribute_jax")
@@ -81,43 +81,41 @@ _STATISTICS = (
     'it with axis_name="data".'
 )
 _MEAN = (
-    "%s (%s) ends a step with the mean of what the replicas gave it, each from its share of the batch, so "
-    "this step is not exactly that of one device. For the whole batch's, combine in the step what it is "
-    'made of: dj.get_replica_context().all_reduce("mean", statistics).'
+    "%s (%s) ends a step as the mean of the replicas' values, each computed from its share of the batch, so "
+    "this step is not exactly that of one device. For the value of the whole batch, combine in the step "
+    'what it is computed from: dj.get_replica_context().all_reduce("mean", statistics).'
 )
 _RANDOM = (
-    "%s (%s) draws other random numbers on each replica, so this step is not exactly that of one device. "
-    "To compare runs, turn randomness off with model.eval(), or let the stream draw the same numbers "
-    "everywhere with dj.same_on_all_replicas(stream)."
+    "%s (%s) draws different random numbers on each replica, so this step is not exactly that of one "
+    "device. To compare runs, turn randomness off with model.eval(), or let the stream draw the same "
+    "numbers on all replicas with dj.same_on_all_replicas(stream)."
 )
 
-_NOT_COUNTED = (
+_PADDING_UNCHECKED = (
     "%s met a partial batch. Two different paddings gave the same result, but run could not check that "
     "the step counts no padding, as in a mean over all rows: %s. To check it, turn randomness off with "
     'model.eval() for one run, or feed no partial batches with InputOptions(partial="drop").'
 )
 
 
-def padding_not_counted(step: str, why: str) -> None:
-    """Warns that a padded step could only be checked in part; once, as it is checked once."""
-    _log.warning(_NOT_COUNTED, step, why)
+def warn_padding_unchecked(step: str, why: str) -> None:
+    """Warns that a step on a partial batch could only be checked in part."""
+    _log.warning(_PADDING_UNCHECKED, step, why)
 
 
 class Notices:
     """Logs each notice once."""
 
     def __init__(self) -> None:
-        self._given: set[tuple[str, Any]] = set()
+        self._logged: set[tuple[str, Any]] = set()
 
-    def give(self, binding: Binding, program: Program, *, quietly: bool = False) -> None:
-        """Names what makes a newly compiled step differ from one device, or its replicas agree.
-
-        Quietly: random numbers are no news.
-        """
+    def log(self, binding: Binding, program: Program, *, expects_random: bool) -> None:
+        """Logs why a newly compiled step differs from one device; random numbers as info if expected."""
         for notice in _notices(binding, program):
-            if notice.key not in self._given:
-                self._given.add(notice.key)
-                level = logging.INFO if quietly and notice.text is _RANDOM else logging.WARNING
+            if notice.key not in self._logged:
+                self._logged.add(notice.key)
+                is_expected = expects_random and notice.text is _RANDOM
+                level = logging.INFO if is_expected else logging.WARNING
                 _log.log(level, notice.text, *notice.named)
 
 
@@ -128,7 +126,7 @@ def _notices(binding: Binding, program: Program) -> Iterator[Notice]:
     jaxpr = traced.jaxpr.jaxpr
     _, needed = needed_only(jaxpr, range(len(jaxpr.outvars)))
     starts = zip(binding.variables, traced.input_starts, strict=False)
-    # An RNN draws a key for its first carry, which is zeros.
+    # Keys that are drawn and not used, as an RNN's for its first carry, which is zeros.
     ignored = {id(v) for v, start in starts if isinstance(v, nnx.RngKey) and start not in needed}
     for index, size in zip(program.written, traced.written_sizes, strict=True):
         rule = list(itertools.islice(rules, size))
@@ -141,6 +139,10 @@ def _notices(binding: Binding, program: Program) -> Iterator[Notice]:
         if Combine.MEAN in rule:
             yield Notice(_STATISTICS if hasattr(node, "axis_name") else _MEAN, named, about)
         is_ignored = id(getattr(node, "key", None)) in ignored
-        if isinstance(variable, nnx.RngCount) and draws_its_own(variable, node) and not is_ignored:
+        if (
+            isinstance(variable, nnx.RngCount)
+            and draws_per_replica(variable, node)
+            and not is_ignored
+        ):
             yield Notice(_RANDOM, named, about)
     yield from program.plan.notices

@@ -1,4 +1,4 @@
-"""Walks the objects that a step reaches: variables, modules, arrays, static values and their keys."""
+"""Walks the objects that a step reaches and builds a hashable key of their structure."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from distribute_jax.program._capture import (
     function_of,
     global_names,
     is_data,
+    is_followed_whole,
     is_library,
     is_optax,
-    is_whole,
 )
 from distribute_jax.program._places import (
     AttributePath,
@@ -41,10 +41,10 @@ from distribute_jax.program._places import (
     MemberPath,
 )
 
-_LARGE = 65536
-"""Bytes."""
+_MAX_CONSTANT_BYTES = 65536
+"""A captured NumPy array of more bytes is an input of the program, not a constant."""
 
-_PLAIN = (str, bytes, bool, int, float, complex, type(None), enum.Enum, np.generic, np.dtype)
+_PLAIN_TYPES = (str, bytes, bool, int, float, complex, type(None), enum.Enum, np.generic, np.dtype)
 _CONTAINERS = (dict, list, set, tuple, frozenset)
 
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
@@ -61,39 +61,38 @@ attribute."""
 
 @dataclass(eq=False)
 class Graph:
-    """What a walk reaches, in its order."""
+    """What a walk reaches, in the order of the walk."""
 
     variables: list[nnx.Variable[Any]] = field(default_factory=list)
     """Every variable, once."""
     names: list[str] = field(default_factory=list)
     """The path of each variable, as the user would write it."""
     nodes: list[Any] = field(default_factory=list)
-    """Every NNX module, optimizer, metric and stream, once."""
+    """Every NNX module, optimizer, metric and random stream, once."""
     node_names: list[str] = field(default_factory=list)
     """The path of each node."""
     arrays: list[tuple[str, CapturePath]] = field(default_factory=list)
-    """Path and place of every captured array that is an input: not in a variable, not a small NumPy one."""
+    """Name and path of every captured array that is an input: not in a variable, nor a small NumPy one."""
     copies: list[CapturePath] = field(default_factory=list)
-    """Places of captured NumPy arrays whose numbers are built into the program."""
+    """Paths of the captured NumPy arrays that become constants of the program."""
     statics: dict[str, Any] = field(default_factory=dict)
-    """Path and value of every static number or text, for the message about recompilation."""
-    watch: IdentityGuard = field(default_factory=IdentityGuard)
-    """What must stay the same objects for all of this to stay true."""
+    """Name and value of every static number or string, for the warning about recompilation."""
+    guard: IdentityGuard = field(default_factory=IdentityGuard)
+    """Notices at later calls if any of this has changed."""
 
 
 class Walker:
-    """Walks from roots to everything reachable, building a hashable key of the structure."""
+    """Walks from roots to everything reachable."""
 
     def __init__(self, used: AttributeNames) -> None:
-        """Starts from the names that the step's code mentions; ``used`` grows with the code reached."""
         self.graph = Graph()
         self._used = used
         self._seen: dict[int, int] = {}
         self._keep: list[Any] = []
 
     def visit(self, value: Any, name: str, place: CapturePath) -> Any:
-        """Walks one value and returns its key; ``place`` is where it is stored."""
-        if isinstance(value, _PLAIN):
+        """Walks one value, stored at ``place``, and returns its key."""
+        if isinstance(value, _PLAIN_TYPES):
             self.graph.statics[name] = value
             return plain_key(value)
         if isinstance(value, jax.Array):
@@ -102,7 +101,7 @@ class Walker:
         if isinstance(value, np.ndarray):
             return self._numpy(value, name, place)
         if type(value) in _PROXIES:
-            return Identity(value)
+            return IdentityKey(value)
         number = self._seen.get(id(value))
         if number is not None:
             return ("again", number)
@@ -121,7 +120,7 @@ class Walker:
             return self._container(value, name, place)
         if isinstance(value, (deque, ContextVar, weakref.ref, types.MappingProxyType)):
             _check_holds_no_numpy(value, name)
-            return Identity(value)
+            return IdentityKey(value)
         if (followed := getattr(type(value), "_followed_in_steps", None)) is not None:
             return (type(value), self._items(vars(value), followed, name))
         holds_numbers = hasattr(type(value), "__array__") or is_foreign(value)
@@ -132,11 +131,11 @@ class Walker:
         return self._object(value, name)
 
     def _numpy(self, array: np.ndarray[Any, Any], name: str, place: CapturePath) -> Any:
-        """A small array is watched, and traced through a copy; a large one is an input."""
-        if place.can_set and array.nbytes > _LARGE and is_numeric(array.dtype):
+        """A small array is guarded and traced through a copy; a large one is an input."""
+        if place.can_set and array.nbytes > _MAX_CONSTANT_BYTES and is_numeric(array.dtype):
             self.graph.arrays.append((name, place))
             return ("array", array.shape, array.dtype, False)
-        self.graph.watch.bytes_of(array)
+        self.graph.guard.add_numpy(array)
         if place.can_set:
             self.graph.copies.append(place)
         return opaque_key(array)
@@ -146,7 +145,7 @@ class Walker:
         self.graph.names.append(name)
         raw = variable.get_raw_value()
         [table] = read_metadata([variable])
-        self.graph.watch.metadata_of(variable)
+        self.graph.guard.add_metadata(variable)
         metadata = tuple(
             (key, self.visit(value, f"{name}.{key}", ItemPath(table, key)))
             if key not in variable.required_metadata
@@ -156,7 +155,7 @@ class Walker:
         if isinstance(raw, (jax.Array, np.ndarray, np.generic)):
             weak = getattr(raw, "weak_type", False)
             if weak:
-                self.graph.watch.weak.append(variable)
+                self.graph.guard.weakly_typed.append(variable)
             return (type(variable), metadata, raw.shape, raw.dtype, weak)
         return (type(variable), metadata, jax.tree.structure(raw))
 
@@ -164,7 +163,7 @@ class Walker:
         self.graph.nodes.append(node)
         self.graph.node_names.append(name)
         table = vars(node)
-        self.graph.watch.contents(table.values())
+        self.graph.guard.add_contents(table.values())
         children = tuple(
             (key, self.visit(child, _attribute(name, key), ItemPath(table, key)))
             for key, child in sorted(table.items())  # Flax reorders the table at will
@@ -177,7 +176,7 @@ class Walker:
             items: Any = self._table(value, name)
         else:
             if isinstance(value, (list, set)):
-                self.graph.watch.contents(value)
+                self.graph.guard.add_contents(value)
             items = tuple(
                 self.visit(item, f"{name}[{i}]", _element(value, place, i, item))
                 for i, item in enumerate(list(value))
@@ -187,7 +186,7 @@ class Walker:
         return (type(value), items, self._attributes(value, name))
 
     def _table(self, table: Any, name: str) -> Any:
-        self.graph.watch.table(table)
+        self.graph.guard.add_mapping(table)
         settable = isinstance(table, dict)
         keys = []
         for key, child in list(table.items()):
@@ -202,8 +201,8 @@ class Walker:
             return self._closure(value, name) if is_optax(module) else opaque_key(value)
         if isinstance(value, functools.partial):
             for part in ("func", "args", "keywords"):
-                self.graph.watch.attribute(value, part)
-            self.graph.watch.table(value.keywords)
+                self.graph.guard.add_attribute(value, part)
+            self.graph.guard.add_mapping(value.keywords)
         captured = captures(value, named=True)
         self._used.read(captured.codes)
         is_object = captured.values and captured.values[0] is value
@@ -220,11 +219,11 @@ class Walker:
         return (tuple(captured.key), attributes, reached, rules, function)
 
     def _closure(self, value: Any, name: str) -> Any:
-        """Walks what an optax transformation was made from: rates, schedules, inner transformations."""
+        """Walks what an optax transformation closes over: rates, schedules, inner transformations."""
         cells = getattr(value, "__closure__", None)
         if not cells:
             return opaque_key(value)
-        self.graph.watch.cells(cells)
+        self.graph.guard.add_cells(cells)
         keys = []
         for free, cell in zip(value.__code__.co_freevars, cells, strict=True):
             variable = AttributePath(cell, "cell_contents")
@@ -232,18 +231,18 @@ class Walker:
         return (value.__code__, *keys)
 
     def _function(self, function: types.FunctionType | None, name: str) -> Any:
-        """Watches the globals and cells of a function, and walks attributes set on it."""
+        """Guards the globals and cells of a function, and walks its attributes."""
         if function is None:
             return None
-        self.graph.watch.cells(function.__closure__ or ())
+        self.graph.guard.add_cells(function.__closure__ or ())
         for part in ("__code__", "__defaults__", "__kwdefaults__"):
-            self.graph.watch.attribute(function, part)
+            self.graph.guard.add_attribute(function, part)
         if function.__kwdefaults__:
-            self.graph.watch.table(function.__kwdefaults__)
+            self.graph.guard.add_mapping(function.__kwdefaults__)
         scope = function.__globals__
         for key in global_names(function.__code__):
             if key in scope and not isinstance(scope[key], jax.Array):
-                self.graph.watch.item(scope, key)
+                self.graph.guard.add_item(scope, key)
         table = vars(function)
         return self._items(table, [key for key in table if key in self._used.names], name)
 
@@ -251,33 +250,33 @@ class Walker:
         if isinstance(value, DistributedValues):
             return opaque_key(value)
         if isinstance(value, type):
-            made_by = self._class(type(value), name, every=False)
-            return (value, made_by, self._class(value, name, every=False, makes=True))
+            metaclass = self._class(type(value), name, every=False)
+            return (value, metaclass, self._class(value, name, every=False, constructed=True))
         is_module = isinstance(value, types.ModuleType)
         module = value.__name__ if is_module else type(value).__module__
-        if is_library(module) and not is_whole(value):
+        if is_library(module) and not is_followed_whole(value):
             return opaque_key(value)
         return (type(value), self._attributes(value, name))
 
     def _attributes(self, value: Any, name: str) -> Any:
-        """Walks the attributes of an object of the user's that the code mentions, and its class."""
+        """Walks those attributes of a user's object that the code mentions, and its class."""
         table = getattr(value, "__dict__", None)
         if not isinstance(table, dict):  # an object with slots only
             table = {}
-        every = self._used.any or is_whole(value)
+        every = self._used.all or is_followed_whole(value)
         if not isinstance(value, types.ModuleType):
-            self.graph.watch.attribute(value, "__dict__")
-            self.graph.watch.attribute(value, "__class__")
-            self.graph.watch.containers.append(table)
+            self.graph.guard.add_attribute(value, "__dict__")
+            self.graph.guard.add_attribute(value, "__class__")
+            self.graph.guard.containers.append(table)
             if every:
-                self.graph.watch.contents(table.keys())
-        # Code that looks through all attributes meets them in their order.
+                self.graph.guard.add_contents(table.keys())
+        # Code that iterates over all attributes depends on their order.
         order = tuple(table) if every else ()
         used = sorted(key for key in list(table) if every or key in self._used)
         children = self._items(table, used, name)
         slots = []
         for key in self._used.slots(value):
-            self.graph.watch.attribute(value, key)
+            self.graph.guard.add_attribute(value, key)
             slot = AttributePath(value, key)
             slots.append((key, self.visit(slot.get(), f"{name}.{key}", slot)))
         of_class = self._class(type(value), name, every=False, hidden_by=table)
@@ -287,7 +286,7 @@ class Walker:
         items = []
         for key in keys:
             if not isinstance(table[key], jax.Array):
-                self.graph.watch.item(table, key)
+                self.graph.guard.add_item(table, key)
             items.append((key, self.visit(table[key], _attribute(name, key), ItemPath(table, key))))
         return tuple(items)
 
@@ -297,18 +296,21 @@ class Walker:
         name: str,
         *,
         every: bool,
-        makes: bool = False,
+        constructed: bool = False,
         hidden_by: dict[str, Any] | None = None,
     ) -> Any:
         """Walks the methods and class attributes that a step may use, in the user's classes only.
 
-        What is set on the object itself, in ``hidden_by``, now or later, hides what its class has.
+        An entry of ``hidden_by``, the ``__dict__`` of the object, hides that of the class, also if it is
+        added later.
         """
         members = []
-        for owner, key, member in self._used.of_class(cls, every=every, makes=makes):
-            self.graph.watch.class_item(owner, key)
+        for owner, key, member in self._used.class_members(
+            cls, every=every, constructed=constructed
+        ):
+            self.graph.guard.add_class_item(owner, key)
             if hidden_by is not None:
-                self.graph.watch.item(hidden_by, key)
+                self.graph.guard.add_item(hidden_by, key)
             function = function_of(member)
             if function is not None:
                 members.append(self.visit(function, f"{name}.{key}", FixedValue(function)))
@@ -324,7 +326,7 @@ def _element(container: Any, place: CapturePath, index: int, item: Any) -> Captu
 
 
 def _check_holds_no_numpy(holder: Any, name: str) -> None:
-    """Refuses NumPy arrays that nothing but a holder that is not followed has; JAX's are seen later."""
+    """Refuses NumPy arrays in a container that is not followed; JAX's arrays are found in the trace."""
     if isinstance(holder, ContextVar):
         items = [holder.get(None)]
     elif isinstance(holder, weakref.ref):
@@ -343,7 +345,7 @@ def _wraps_user_code(value: Any) -> bool:
 
 
 def _rules(value: Any) -> list[tuple[str, types.FunctionType]]:
-    """Returns the functions that a wrapper of a library has beside the wrapped one: derivative rules."""
+    """Returns the other functions of a library's wrapper, such as the rules of a ``custom_vjp``."""
     if isinstance(value, types.FunctionType) or not is_library(type(value).__module__):
         return []
     inner, table = getattr(value, "__wrapped__", None), getattr(value, "__dict__", None) or {}
@@ -359,20 +361,20 @@ def _attribute(owner: str, key: str) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Identity:
-    """A key part for a value that is only equal to itself; it keeps the value alive."""
+class IdentityKey:
+    """Keys a value by its identity, and keeps it alive."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and other.value is self.value
+        return isinstance(other, IdentityKey) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
 
 
 def plain_key(value: Any) -> Any:
-    """Keys a number or text by its very value: 0.0 is not -0.0, and NaN is NaN."""
+    """Keys a number or string by its bits: 0.0 is not -0.0, and NaN is NaN."""
     if isinstance(value, (float, complex)):
         return (type(value), repr(value))
     if isinstance(value, np.generic):
@@ -381,18 +383,18 @@ def plain_key(value: Any) -> Any:
 
 
 def opaque_key(value: Any) -> Any:
-    """Keys an opaque value: by equality where it defines one, else by identity."""
+    """Keys a value that is not walked: by equality if it defines one, else by identity."""
     if isinstance(value, np.ndarray):
         return ("ndarray", value.shape, str(value.dtype), hash(value.tobytes()))
     defines_hash = cast("Any", type(value)).__hash__ not in (None, object.__hash__)
     if not defines_hash or isinstance(value, types.FunctionType) or not _is_hashable(value):
-        return Identity(value)
+        return IdentityKey(value)
     return (type(value), value)
 
 
 def _is_hashable(value: Any) -> bool:
     try:
         hash(value)
-    except Exception:  # a class may refuse in its own words, as memoryview does
+    except Exception:  # not only TypeError: memoryview raises ValueError
         return False
     return True

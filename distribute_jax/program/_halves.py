@@ -155,7 +155,7 @@ class Halves:
 
     def data(self, binding: Binding, arguments: Arguments) -> list[Any]:
         """Returns what workers take beside state: captured arrays, then the arguments."""
-        captured = binding.captured() if self.arrays else []
+        captured = binding.captured_arrays() if self.arrays else []
         counts = [] if arguments.counts is None else [np.asarray(arguments.counts, np.int32)]
         return [*(captured[i] for i in self.arrays), *arguments.data, *counts]
 
@@ -447,7 +447,7 @@ def _check_types(call: Call, traced: Traced) -> None:
 def _of_one_worker(call: Call, traced: Traced, decided: Plan, order: Sequence[int]) -> FlatStep:
     """Returns the step of one worker, of which a result is what it is on that."""
     whole = replace(decided, mirrored=(True,) * len(decided.mirrored))
-    return flat_step(call, traced, whole, order, call.binding.captured(), by_equation)
+    return flat_step(call, traced, whole, order, call.binding.captured_arrays(), by_equation)
 
 
 def _state(call: Call, traced: Traced, order: Sequence[int], jaxpr: Any) -> State:

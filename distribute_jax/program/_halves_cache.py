@@ -12,21 +12,21 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax._jax_private import read_raw
-from distribute_jax.program._arguments import Arguments, check_function, take_apart
+from distribute_jax.program._arguments import Arguments, check_function, flatten_arguments
 from distribute_jax.program._binding import (
     Binding,
     check_leaked_tracers,
-    contents_of,
     contents_restored_on_error,
-    one_at_a_time,
+    copy_contents,
+    step_lock,
 )
 from distribute_jax.program._cache import Request
-from distribute_jax.program._capture import captures, without_jit
+from distribute_jax.program._capture import captures, unwrap_jit
 from distribute_jax.program._divide import Homes
 from distribute_jax.program._halves import Halves, build_halves
 from distribute_jax.program._options import RunOptions, checked_run_options
 from distribute_jax.program._trace import Call
-from distribute_jax.program._trace_errors import compilable, step_name
+from distribute_jax.program._trace_errors import explain_compile_errors, step_name
 from distribute_jax.program._undo import StepCounts
 
 _MOST_BOUND = 64
@@ -45,17 +45,17 @@ class BoundHalves:
     leaves: list[Any] = field(init=False)
     """What the variables held when it was last looked up, in the order in which the halves number it."""
 
-    guards: list[StepCounts] = field(init=False)
+    skip_counts: list[StepCounts] = field(init=False)
 
     def __post_init__(self) -> None:
         written = map(self.binding.variables.__getitem__, self.halves.written)
-        self.guards = [v for v in written if isinstance(v, StepCounts)]
+        self.skip_counts = [v for v in written if isinstance(v, StepCounts)]
         self.leaves = jax.tree.leaves(read_raw(self.binding.variables))
 
     def fits_function(self, fn: Callable[..., Any]) -> bool:
         """Returns whether a function without arguments of its own reaches what it was traced with."""
-        with one_at_a_time:
-            return self.binding.holds(captures(fn).values) and self.fits()
+        with step_lock:
+            return self.binding.matches(captures(fn).values) and self.fits()
 
     def fits(self) -> bool:
         """Returns whether what the variables hold now is of the shapes and dtypes that it was traced with."""
@@ -117,17 +117,19 @@ class HalvesCache:
         As many of the last arguments as are ``of_workers`` are others on each worker.
         """
         options = checked_run_options(options)
-        fn = without_jit(fn)
-        with one_at_a_time:
-            arguments = take_apart(args, kwargs, self._mesh)
+        fn = unwrap_jit(fn)
+        with step_lock:
+            arguments = flatten_arguments(args, kwargs, self._mesh)
             request = Request(fn, arguments, options)
-            for entry in self._bound.get(request.head, ()):
-                if entry.binding.holds(request.values) and entry.fits():
+            for entry in self._bound.get(request.lookup_key, ()):
+                if entry.binding.matches(request.roots) and entry.fits():
                     return entry, arguments
             entry = self._built(fn, arguments, options, of_workers)
             alive = [(h, [e for e in old if e.binding.alive]) for h, old in self._bound.items()]
             self._bound = {head: entries for head, entries in alive if entries}
-            self._bound[request.head] = [entry, *self._bound.get(request.head, ())][:_MOST_BOUND]
+            self._bound[request.lookup_key] = [entry, *self._bound.get(request.lookup_key, ())][
+                :_MOST_BOUND
+            ]
             return entry, arguments
 
     def _built(
@@ -136,8 +138,8 @@ class HalvesCache:
         check_function(fn)
         name, binding = step_name(fn), Binding(fn, arguments)
         check_leaked_tracers(binding)
-        contents = contents_of(binding.watch.containers)
-        with contents_restored_on_error(contents), compilable(name):
+        contents = copy_contents(binding.guard.containers)
+        with contents_restored_on_error(contents), explain_compile_errors(name):
             call = Call(fn, binding, arguments, self._strategy, self._mesh)
             known = self._stored.known(binding)
             halves = build_halves(

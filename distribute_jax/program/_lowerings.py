@@ -40,7 +40,12 @@ from distribute_jax.program._jaxprs import ClosedJaxpr, has_effects, without_axi
 from distribute_jax.program._options import Lowering
 from distribute_jax.program._plan import Plan, model_shaped
 from distribute_jax.program._trace import Call, Traced, abstract, global_value, state_outputs
-from distribute_jax.program._undo import StepCounts, begun, undone, updated_if_sound
+from distribute_jax.program._undo import (
+    StepCounts,
+    chosen_by_cond,
+    counts_at_start,
+    keep_old_if_unsound,
+)
 
 Evaluate = Callable[[ClosedJaxpr], Callable[..., list[Any]]]
 """Returns the function that a jaxpr is."""
@@ -201,7 +206,7 @@ def flat_step(
     kinds = [type(variable) for variable, *_ in state_outputs(call, traced)]
     decided = [
         done and rule is Combine.MIRRORED
-        for done, rule in zip(updated_if_sound(traced.jaxpr.jaxpr, old), plan.combine, strict=True)
+        for done, rule in zip(chosen_by_cond(traced.jaxpr.jaxpr, old), plan.combine, strict=True)
     ]
     position = {i: at for at, i in enumerate(order)}
     # Arrays captured where nothing can be assigned are constants of the trace: read them as inputs.
@@ -216,7 +221,7 @@ def flat_step(
         inputs = [x[0] if s else x for x, s in zip(every, shardings.stacked, strict=True)]
         for i, kind in zip(old, kinds, strict=True):
             if issubclass(kind, StepCounts):
-                inputs[i] = begun(inputs[i])
+                inputs[i] = counts_at_start(inputs[i])
         consts = [inputs[array_at[id(c)]] if id(c) in array_at else c for c in traced.jaxpr.consts]
         outs = evaluate(ClosedJaxpr(traced.jaxpr.jaxpr, consts))(*inputs)
         new = [
@@ -228,7 +233,7 @@ def flat_step(
             merged = merge.combined([outs[k] for k in merge.outputs], before)
             for k, value in zip(merge.outputs, merged, strict=True):
                 new[k] = value
-        return undone(new, [inputs[i] for i in old], kinds, decided) + [
+        return keep_old_if_unsound(new, [inputs[i] for i in old], kinds, decided) + [
             out if mirrored else out[None]
             for out, mirrored in zip(outs[state:], plan.mirrored, strict=True)
         ]

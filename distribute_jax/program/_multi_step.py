@@ -1,4 +1,4 @@
-"""Several steps in one program: k batches are scanned, remainders are exact."""
+"""Several steps in one program, which scans over k batches."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from distribute_jax.program._program import Program
 def take_batches(
     iterator: Iterator[Any], steps: int
 ) -> tuple[list[tuple[Any, ...]], Exception | None]:
-    """Takes up to ``steps`` elements, as positional arguments, and what the iterator raised after them.
+    """Takes up to ``steps`` elements; returns them as positional arguments, and the error that came after.
 
-    Where there is no element left it raises ``StopIteration``.
+    Raises ``StopIteration`` if there is no element.
     """
     check_int("strategy.run_steps(steps)", steps)
     if not hasattr(iterator, "__next__"):
@@ -39,7 +39,7 @@ def take_batches(
     error = None
     try:
         with _context.one_dispatch():
-            # extend keeps what came before an error, which list(islice(…)) would lose.
+            # extend keeps the elements before an error; list(islice(…)) would lose them.
             batches.extend(islice(iterator, steps))
     except Exception as raised:
         if not batches:
@@ -51,7 +51,7 @@ def take_batches(
 
 
 def can_scan(arguments: Sequence[Arguments], steps: int) -> bool:
-    """Returns whether batches fit one scanned program: all there, all full, all of one signature."""
+    """True if one program can scan over the batches: all there, all full, all of one signature."""
     first = arguments[0]
     return (
         1 < steps == len(arguments)
@@ -61,7 +61,7 @@ def can_scan(arguments: Sequence[Arguments], steps: int) -> bool:
 
 
 def _compile(program: Program, steps: int) -> Compiled:
-    """Returns k steps of a program compiled into one."""
+    """Compiles k steps of a program into one."""
     step, state = program.step, len(program.traced.old_inputs)
     size = program.traced.sizes[2]
     fixed = len(program.order) - size
@@ -97,7 +97,7 @@ def _compile(program: Program, steps: int) -> Compiled:
 
 
 def stacked_results(results: Sequence[Any]) -> Any:
-    """Stacks the results of single steps as a scanned program would give them."""
+    """Stacks the results of single steps as a scanned program would."""
     with outside_mesh():
         return jax.tree.map(
             lambda *leaves: _stacked(leaves),
@@ -115,23 +115,24 @@ def _stacked(leaves: Sequence[Any]) -> Any:
                 'with shrinking batches. Use InputOptions(partial="mask"), or strategy.run.'
             )
         arrays = jnp.stack([leaf.global_array for leaf in leaves], axis=1)
-        why = _MIXED if any(leaf.counts is not None for leaf in leaves) else first.ambiguous
-        return PerReplica(arrays, first.mesh, ambiguous=why, step=first.step)
+        is_mixed = any(leaf.counts is not None for leaf in leaves)
+        ambiguous = _MIXED if is_mixed else first.ambiguous
+        return PerReplica(arrays, first.mesh, ambiguous=ambiguous, step=first.step)
     if isinstance(first, jax.Array):
         return mark_mirrored(jnp.stack(leaves), step_of(first))
     return first
 
 
 _MIXED = (
-    "These are the stacked results of several steps, one of them on a partial batch, so each step has "
-    "another number of real rows. Reduce them inside the step, or use strategy.run for the last batch."
+    "These are the stacked results of several steps, one of them on a partial batch, so the steps have "
+    "different numbers of real rows. Reduce them inside the step, or use strategy.run for the last batch."
 )
 
 
 def run_scanned(
     entry: BoundProgram, values: Sequence[Any], arguments: Sequence[Arguments]
 ) -> list[Any]:
-    """Runs k steps in one program, which is kept, and returns its outputs."""
+    """Runs k steps in one program, which is compiled once, and returns its outputs."""
     program, steps = entry.program, len(arguments)
     if steps not in program.scanned:
         with preparing():

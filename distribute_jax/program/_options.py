@@ -1,4 +1,4 @@
-"""How ``run`` compiles and checks a step."""
+"""The options of ``strategy.run``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from distribute_jax._checks import check_choice, refuse
 Lowering = Literal["shard_map", "pmap"]
 Verify = Literal["off", "auto", "first", "always"]
 
-_VARIABLE = "DISTRIBUTE_JAX_VERIFY"
+_ENVIRONMENT_VARIABLE = "DISTRIBUTE_JAX_VERIFY"
 
 
 def _from_environment() -> Verify:
-    """Returns the default of ``verify``."""
-    value = os.environ.get(_VARIABLE) or "auto"
-    check_choice(_VARIABLE, value, get_args(Verify))
+    value = os.environ.get(_ENVIRONMENT_VARIABLE) or "auto"
+    check_choice(_ENVIRONMENT_VARIABLE, value, get_args(Verify))
     return cast("Verify", value)
 
 
@@ -26,8 +25,8 @@ def _from_environment() -> Verify:
 class RunOptions:
     """How ``strategy.run`` compiles and checks a step.
 
-    The defaults prove that the replicas stay in sync and update state in place, at the cost of a
-    hand-written step.
+    By default it proves that the replicas stay in sync and updates state in place; a step then takes the
+    time of hand-written JAX.
 
     Example:
         >>> import distribute_jax as dj
@@ -38,21 +37,21 @@ class RunOptions:
     """
 
     lowering: Lowering = "shard_map"
-    """What the traced step is compiled through. ``"pmap"`` is for comparison: it donates nothing, and has
-    neither replicas of several cores nor shared optimizer state."""
+    """The JAX transformation that the step is compiled with. ``"pmap"`` is for comparison: it donates
+    nothing, and supports neither replicas of several cores nor shared optimizer state."""
     check_sync: bool = True
     """Prove when the step is traced that state ends equal on all replicas; False trusts the step."""
     verify: Verify = field(default_factory=_from_environment)
     """When to run the step also on one device with the whole batch, from a copy of the state, and raise
-    where the two differ by more than rounding. ``"auto"``, the default: at its first call, if the step
+    if the two differ by more than rounding. ``"auto"``, the default: at the first call, if the step
     trains a model of less than 256 MiB in one process, draws no random numbers and keeps no statistics
-    of each replica's share; compared is the state that it leaves. A step that cannot be compared is
-    skipped silently. ``"first"`` and ``"always"``: at the first call or every call, with all results; raise
-    as well where the step cannot be compared, or where the replicas' copies of what is taken for mirrored,
-    as by ``dj.assume_mirrored``, differ in any bit. ``"off"``: never. The environment variable
+    of each replica's share; only the new state is compared, and a step that cannot be compared is skipped
+    silently. ``"first"`` and ``"always"``: at the first call or at every call, results included; also
+    raises if the step cannot be compared, or if the replicas' copies of a value that is assumed to be
+    mirrored, as by ``dj.assume_mirrored``, differ in any bit. ``"off"``: never. The environment variable
     ``DISTRIBUTE_JAX_VERIFY`` sets another default."""
     donate_state: bool = True
-    """Update variables in place: the arrays that they held before the call are donated."""
+    """Update variables in place: their arrays from before the call are donated."""
     donate_args: bool = False
     """Also donate the mirrored arrays among the arguments, such as those of a ``TrainState``."""
 
@@ -67,18 +66,18 @@ UNVERIFIED = RunOptions(verify="off")
 
 @functools.cache
 def default_run_options() -> RunOptions:
-    """Returns the options of a call that passes none; read from the environment once."""
+    """Returns the default options; the environment is read once."""
     return RunOptions()
 
 
 def library_options() -> RunOptions:
-    """Returns the options of the library's own steps, which are compared where the environment asks."""
+    """Returns the options of the library's own steps, which are compared only if the environment says so."""
     default = default_run_options()
     return UNVERIFIED if default.verify in ("auto", "off") else default
 
 
 def checked_run_options(options: RunOptions | None) -> RunOptions:
-    """Returns the options of a call; for None, the defaults, which are always the same object."""
+    """Returns the options of a call; for None the default, which is always the identical object."""
     if not isinstance(options, RunOptions | None):
         refuse("strategy.run: options", "None or dj.RunOptions(...)", options)
     return default_run_options() if options is None else options

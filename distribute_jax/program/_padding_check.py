@@ -37,7 +37,7 @@ from distribute_jax.program._compare import (
     on_host,
     real_rows,
 )
-from distribute_jax.program._failures import padding_not_counted
+from distribute_jax.program._failures import warn_padding_unchecked
 from distribute_jax.program._jaxprs import RANDOM, equations
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._padding_proof import padding_leaks
@@ -220,13 +220,13 @@ def _with_more_padding(call: Call, entry: BoundProgram, values: Sequence[Any]) -
             check.longer = build(longer, options, Replicas(call.mesh))
         except Exception as error:  # the step may not accept another size
             why = f"{type(error).__name__}: {error_text(error)}"
-            padding_not_counted(entry.step, f"it could not be traced with more rows ({why})")
+            warn_padding_unchecked(entry.step, f"it could not be traced with more rows ({why})")
     program = check.longer
     if program is None:
         return None
     if _drawn(program) != _drawn(entry.program):
         if first:
-            padding_not_counted(entry.step, "with more rows it draws other random numbers")
+            warn_padding_unchecked(entry.step, "with more rows it draws other random numbers")
         return None
     twin = BoundProgram(program, call.binding, entry.step)
     return twin.execute(twin.flat_inputs(values, longer.arguments))

@@ -1,4 +1,4 @@
-"""Paths to captured values: reading, replacing while tracing, and noticing that one was replaced."""
+"""Where captured values are stored: paths to read and replace them, and a guard that notices changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from distribute_jax._jax_private import metadata_entries, read_metadata
 
 UNASSIGNED = object()
-"""What a closure cell gives before the enclosing function has assigned the name."""
+"""What a path reads where there is no value, as in a closure cell that is not assigned yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,38 +27,33 @@ class ItemPath:
     can_set = True
 
     def get(self) -> Any:
-        """Reads the element; one that is gone gives the unassigned marker."""
         try:
             return self.container[self.key]
         except LookupError:
             return UNASSIGNED
 
     def set(self, value: Any) -> None:
-        """Assigns the element."""
         self.container[self.key] = value
 
 
 @dataclass(slots=True, eq=False)
 class MemberPath:
-    """An element of a tuple: assigning it puts a new tuple into the place of the old one."""
+    """An element of a tuple, which is assigned by replacing the tuple where that is stored."""
 
     owner: CapturePath
     index: int
 
     @property
     def can_set(self) -> bool:
-        """Whether the tuple's own place can be assigned."""
         return self.owner.can_set
 
     def get(self) -> Any:
-        """Reads the element; one that is gone gives the unassigned marker."""
         try:
             return self.owner.get()[self.index]
         except (LookupError, TypeError):
             return UNASSIGNED
 
     def set(self, value: Any) -> None:
-        """Replaces the tuple by one with another element."""
         old = self.owner.get()
         items = (*old[: self.index], value, *old[self.index + 1 :])
         self.owner.set(type(old)(*items) if hasattr(old, "_fields") else items)
@@ -66,21 +61,19 @@ class MemberPath:
 
 @dataclass(slots=True, eq=False)
 class AttributePath:
-    """What is in no dict: an attribute of a class or in a slot, a closure cell, defaults, partial's args."""
+    """An attribute that is not in a dict: of a class, in a slot, of a cell, a function or a partial."""
 
     owner: Any
     name: str
     can_set = True
 
     def get(self) -> Any:
-        """Reads the attribute; one that is gone gives the unassigned marker."""
         try:
             return getattr(self.owner, self.name, UNASSIGNED)
-        except ValueError:  # a closure cell whose name is not assigned yet
+        except ValueError:  # a closure cell that is not assigned yet
             return UNASSIGNED
 
     def set(self, value: Any) -> None:
-        """Assigns the attribute, of a frozen object too."""
         owner = self.owner
         if isinstance(owner, type):
             type.__setattr__(owner, self.name, value)
@@ -88,22 +81,20 @@ class AttributePath:
             state = (owner.func, value, owner.keywords, vars(owner) or None)
             owner.__setstate__(state)  # type: ignore[attr-defined]
         else:
-            object.__setattr__(owner, self.name, value)
+            object.__setattr__(owner, self.name, value)  # frozen objects too
 
 
 @dataclass(slots=True, eq=False)
 class FixedValue:
-    """A value that sits where nothing can be assigned: in a frozenset, or behind a read-only view."""
+    """A value whose place cannot be assigned: in a frozenset, or behind a read-only view."""
 
     value: Any
     can_set = False
 
     def get(self) -> Any:
-        """Returns the value."""
         return self.value
 
     def set(self, value: Any) -> None:
-        """Refuses: nothing can be assigned here."""
         raise TypeError(f"a fixed place cannot be assigned {value!r}")
 
 
@@ -114,7 +105,7 @@ _contents = operator.attrgetter("cell_contents")
 
 
 def cell_values(cells: Iterable[types.CellType]) -> list[Any]:
-    """Reads closure cells, in C where all are assigned: this is done at every call of ``run``."""
+    """Reads closure cells; in C if all are assigned, since each call of ``run`` does it."""
     try:
         return list(map(_contents, cells))
     except ValueError:
@@ -122,67 +113,65 @@ def cell_values(cells: Iterable[types.CellType]) -> list[Any]:
 
 
 class IdentityGuard:
-    """Containers, attributes, globals and cells whose contents must stay the same objects.
+    """Containers, attributes, globals and cells that must keep containing the same objects.
 
-    All reading is done by maps over C functions, since it happens at every call of ``run``.
+    All reading is done by maps over C functions, since each call of ``run`` does it.
     """
 
     def __init__(self) -> None:
-        self._contents: list[Iterable[Any]] = []
+        self._iterables: list[Iterable[Any]] = []
         self._items: dict[tuple[int, str], dict[Any, Any]] = {}
         self._class_items: dict[tuple[int, str], types.MappingProxyType[str, Any]] = {}
         self._attributes: list[tuple[Any, str]] = []
         self._variables: list[Any] = []
         self._with_metadata: list[Any] = []
         self._cells: list[types.CellType] = []
-        self._bytes: list[tuple[Any, bytes]] = []
+        self._numpy: list[tuple[Any, bytes]] = []
         self.containers: list[dict[Any, Any] | list[Any]] = []
         """The dicts and lists whose contents a step may change while it is traced."""
-        self.weak: list[Any] = []
-        """The variables with an array of a weak type, which adopts the dtype of what it meets."""
+        self.weakly_typed: list[Any] = []
+        """The variables with a weakly typed array, which adopts the dtype of its operands."""
 
-    def contents(self, items: Iterable[Any]) -> None:
-        """Watches every item of a list, set, deque or bytearray."""
-        self._contents.append(items)
+    def add_contents(self, items: Iterable[Any]) -> None:
+        """Guards every item of a list or set, or every value of a dict."""
+        self._iterables.append(items)
         if isinstance(items, list):
             self.containers.append(items)
 
-    def table(self, table: Mapping[Any, Any]) -> None:
-        """Watches every key and value of a mapping."""
+    def add_mapping(self, table: Mapping[Any, Any]) -> None:
         if isinstance(table, dict):
             self.containers.append(table)
         # A view follows its dict, so that reading everything again is one pass in C.
-        self._contents += (table.keys(), table.values())
+        self._iterables += (table.keys(), table.values())
 
-    def item(self, table: dict[Any, Any], key: str) -> None:
-        """Watches one entry of a dict: a global, or an attribute of a plain object."""
+    def add_item(self, table: dict[Any, Any], key: str) -> None:
+        """Guards one entry of a dict: a global, or an attribute of a plain object."""
         self._items[id(table), key] = table
 
-    def class_item(self, owner: type, key: str) -> None:
-        """Watches one attribute in the class that it is, or would be, written in."""
+    def add_class_item(self, owner: type, key: str) -> None:
+        """Guards one attribute in the class that defines it, or would if it were assigned."""
         self._class_items[id(owner), key] = vars(owner)
 
-    def attribute(self, owner: Any, name: str) -> None:
-        """Watches an attribute that is in no dict: one in a slot."""
+    def add_attribute(self, owner: Any, name: str) -> None:
+        """Guards an attribute that is not in a dict, as in a slot."""
         self._attributes.append((owner, name))
 
-    def metadata_of(self, variable: Any) -> None:
-        """Watches the metadata of a variable: the user's entries, and whether any are added."""
+    def add_metadata(self, variable: Any) -> None:
+        """Guards the metadata of a variable: the user's entries, and their number."""
         self._variables.append(variable)
         [table] = read_metadata([variable])
         if len(table) > len(variable.required_metadata):
             self._with_metadata.append(variable)
 
-    def cells(self, cells: Iterable[types.CellType]) -> None:
-        """Watches closure cells."""
+    def add_cells(self, cells: Iterable[types.CellType]) -> None:
         self._cells += cells
 
-    def bytes_of(self, array: np.ndarray[Any, Any]) -> None:
-        """Watches the numbers of a small NumPy array, which may be changed in place."""
-        self._bytes.append((array, array.tobytes()))
+    def add_numpy(self, array: np.ndarray[Any, Any]) -> None:
+        """Guards the numbers of a small NumPy array, which may be changed in place."""
+        self._numpy.append((array, array.tobytes()))
 
     def seal(self) -> None:
-        """Prepares the lists that ``look`` reads, once all is known."""
+        """Prepares the lists that ``read`` maps over, once everything is added."""
         self._tables, self._keys = list(self._items.values()), [key for _, key in self._items]
         self._class_tables = list(self._class_items.values())
         self._class_keys = [key for _, key in self._class_items]
@@ -190,10 +179,10 @@ class IdentityGuard:
         self._owners = [owner for owner, _ in self._attributes]
         self._names = [name for _, name in self._attributes]
 
-    def look(self) -> list[Any]:
-        """Reads every watched object."""
+    def read(self) -> list[Any]:
+        """Returns every guarded object that is there now."""
         return [
-            *chain.from_iterable(self._contents),
+            *chain.from_iterable(self._iterables),
             *map(dict.get, self._tables, self._keys),
             *map(types.MappingProxyType.get, self._class_tables, self._class_keys),
             *map(getattr, self._owners, self._names, repeat(UNASSIGNED)),
@@ -201,19 +190,18 @@ class IdentityGuard:
             *cell_values(self._cells),
         ]
 
-    def same_numbers(self) -> bool:
-        """Whether no small NumPy array was changed in place, no metadata added, no weak type got a dtype."""
+    def is_unchanged_in_place(self) -> bool:
+        """True if no NumPy array was changed, no metadata added, and no weakly typed array got a dtype."""
         return (
             metadata_entries(self._variables) == self._metadata
-            and (not self._bytes or all(array.tobytes() == old for array, old in self._bytes))
-            and (not self.weak or all(map(_is_weak, self.weak)))
+            and (not self._numpy or all(array.tobytes() == old for array, old in self._numpy))
+            and (not self.weakly_typed or all(map(_is_weakly_typed, self.weakly_typed)))
         )
 
-    def release(self) -> None:
-        """Lets go of everything."""
+    def clear(self) -> None:
         self.__init__()  # type: ignore[misc]
         self.seal()
 
 
-def _is_weak(variable: Any) -> bool:
+def _is_weakly_typed(variable: Any) -> bool:
     return bool(getattr(variable.get_raw_value(), "weak_type", False))

@@ -18,7 +18,7 @@ from distribute_jax.program._aggregation import (
     Combine,
     Combined,
     MergeRule,
-    dtype_refused,
+    dtype_error,
     keeps_own_values,
     merge_rule_of,
     rule_for,
@@ -166,7 +166,7 @@ def _combine(
         if rule is Combine.INCREMENTS or isinstance(variable, nnx.metrics.MetricState):
             to_old = relation(traced.jaxpr.jaxpr, output, old, beside)
         # What no sum can be made of is refused for its dtype, which says more.
-        unsummed = dtype_refused(rule, traced.jaxpr.jaxpr.outvars[output].aval.dtype)
+        unsummed = dtype_error(rule, traced.jaxpr.jaxpr.outvars[output].aval.dtype)
         if rule is Combine.INCREMENTS and to_old is not Relation.PLUS and not unsummed:
             rule = Combine.MIRRORED
         if rule is Combine.MIRRORED and marks[output]:
@@ -199,7 +199,7 @@ def _with_dtypes(
     refused: list[str] = []
     avals: list[Any] = [var.aval for var in traced.jaxpr.jaxpr.outvars]
     for output, (variable, name, *_) in enumerate(state_outputs(call, traced)):
-        why = dtype_refused(rules[output], avals[output].dtype)
+        why = dtype_error(rules[output], avals[output].dtype)
         if why and marks[output]:
             kind = type(variable).__name__
             refused.append(f"{name} ({kind}, {avals[output].dtype}): {why}.")

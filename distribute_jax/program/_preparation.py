@@ -1,4 +1,4 @@
-"""The time of what is done once for a program: compiling it, comparing it, checking its padding."""
+"""Measures the time of what is done once for a program: compiling, comparing, checking padding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextvars import ContextVar
 
 
 class PreparationClock:
-    """Adds up these seconds in the blocks of ``counting``; ``wait`` waits for the steps before."""
+    """Adds up the seconds of preparation; ``wait`` waits for the steps that were dispatched before."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self.seconds = 0.0
@@ -18,7 +18,7 @@ class PreparationClock:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Counts what is prepared in the block."""
+        """Makes this the clock of the block."""
         token = _clock.set(self)
         try:
             yield
@@ -27,11 +27,11 @@ class PreparationClock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Counts the block, once if it is inside of another one."""
+        """Measures the block, unless it is inside another such block."""
         if self._runs:
             yield
             return
-        self._wait()  # so that what the devices still had to do is not counted
+        self._wait()  # the time of earlier steps is not preparation
         self._runs, start = True, time.perf_counter()
         try:
             yield
@@ -45,7 +45,7 @@ _clock: ContextVar[PreparationClock | None] = ContextVar("distribute_jax_clock",
 
 @contextmanager
 def preparing() -> Iterator[None]:
-    """Marks what is done once for a program, for the clock that counts it."""
+    """Marks work that is done once for a program, for the current clock."""
     clock = _clock.get()
     if clock is None:
         yield

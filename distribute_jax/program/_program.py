@@ -1,4 +1,4 @@
-"""One compiled step: traced, proved, lowered, and what its flat inputs and outputs are."""
+"""A compiled step: its trace, plan and program, and the meaning of its flat inputs and outputs."""
 
 from __future__ import annotations
 
@@ -54,55 +54,54 @@ class Program:
     order: tuple[int, ...]
     """The flat inputs in the order in which the compiled program takes them."""
     donated_state: int
-    """How many of the first inputs, the state that is written, are donated."""
+    """The number of donated inputs, the first ones, that are state that the step writes."""
     donated: tuple[int, ...]
-    """All inputs that are donated: that state, and arguments on request."""
+    """All donated inputs: that state, and arguments on request."""
     written: tuple[int, ...]
     """Variables that get a new value, in the order of the first outputs."""
-    kept: tuple[int, ...]
+    read_only: tuple[int, ...]
     """Variables that are only read."""
     arrays: tuple[int, ...]
     """Captured arrays that are read."""
     simple: bool
-    """Whether every variable holds one array, not a pytree of them."""
+    """True if every variable holds an array, not a pytree of arrays."""
     mesh: Mesh
     step: FlatStep
-    """What was compiled."""
+    """The function that was compiled."""
     compile: Compile
-    """What compiled it, and compiles several steps of it."""
+    """The function that compiled it, and compiles several steps of it."""
     has_token: bool
-    """Whether it has one more output, the last, that is neither state nor a result."""
+    """True if its last output is neither state nor a result, and only there to be waited for."""
     parameter_device: ParameterDevice | None
-    """Where state is stored between steps, if not on the mesh; the program sends all of its inputs itself."""
+    """Where state is stored between steps, if not on the mesh; the program moves its inputs itself."""
     scanned: dict[int, Callable[..., list[Any]]] = field(default_factory=dict)
     """Programs of several steps, by their number."""
     padding: Any = None
-    """What is known of the padding of partial batches, once one was met: a ``PaddingCheck``."""
+    """The ``PaddingCheck``, once a partial batch was met."""
     on_one_device: dict[Any, Program] = field(default_factory=dict)
     """Programs of the same step on one device, by the shapes of their data, for ``verify``."""
     verified: set[str] = field(default_factory=lambda: {"off"})
-    """The values of ``RunOptions(verify=…)`` that no longer ask for a comparison with one device."""
+    """The values of ``RunOptions(verify=…)`` that require no further comparison with one device."""
     times_compared: int = 0
-    """How often it was compared."""
+    """The number of comparisons with one device."""
     per_example: tuple[Any, ...] | None = None
-    """For each array result: True, False, or why it could not be found out."""
+    """For each array of the result: True, False, or why it is not known."""
 
     owners: dict[tuple[int, ...], tuple[weakref.ref[Any], ...]] = field(default_factory=dict)
-    """The modules of each binding, by their ids; a binding that has none (plain arrays) is never gone."""
+    """The modules of each binding, by their ids; a binding without modules never dies."""
 
     def add_owners(self, owners: tuple[weakref.ref[Any], ...]) -> None:
-        """Adds the modules of a binding; those of another binding of the same modules are one entry."""
         self.owners[tuple(id(ref()) for ref in owners)] = owners
 
-    def is_wanted(self) -> bool:
-        """Returns whether a model that it was compiled for is still there."""
-        gone = [key for key, refs in self.owners.items() if any(ref() is None for ref in refs)]
-        for key in gone:
+    def is_alive(self) -> bool:
+        """True if all modules of at least one binding are alive."""
+        dead = [key for key, refs in self.owners.items() if any(ref() is None for ref in refs)]
+        for key in dead:
             del self.owners[key]
         return bool(self.owners)
 
     def failure(self, error: Exception) -> StepFailedError:
-        """Names the state that is lost with a step that failed while it ran."""
+        """Returns the error that names the state lost with a step that failed while it ran."""
         traced = self.traced
         starts = [traced.input_starts[i] for i in traced.written]
         lost = [traced.input_names[start] for start in starts] or ["nothing but its results"]
@@ -118,7 +117,7 @@ def build(
     call: Call, options: RunOptions, replicas: Replicas, ahead: AheadOfTime | None = None
 ) -> Program:
     """Traces, proves, lowers and compiles a step; ``ahead`` of time if the mesh is abstract."""
-    compile_, arrays = COMPILERS[options.lowering], call.binding.captured()
+    compile_, arrays = COMPILERS[options.lowering], call.binding.captured_arrays()
     is_jit = options.lowering == "shard_map"
     traced = trace(call)
     decided = plan(call, traced, options)
@@ -126,17 +125,17 @@ def build(
     sharded = (*sharded, *(None,) * traced.sizes[1], *call.arguments.shardings)
     shares = any(to is not None and data_dim(to.spec) is not None for to in sharded)
     several = replicas_per_device(call.mesh) > 1
-    order, kept, read = input_order(traced)
+    order, read_only, read_arrays = input_order(traced)
     evaluate = in_one_equation if is_jit and not shares and not several else by_equation
     step = flat_step(call, traced, decided, order, arrays, evaluate, sharded)
     donated_state = 0
     if options.donate_state and is_jit and _can_donate(traced):
         donated_state = len(traced.old_inputs)
-    more = _donated_arguments(call, traced, step) if options.donate_args and is_jit else []
-    donated, once = (*range(donated_state), *more), replicas.gathers_once
-    step = replace(step, donated=donated, ahead=ahead, gathers_once=once)
+    arguments = _donated_arguments(call, traced, step) if options.donate_args and is_jit else []
+    donated = (*range(donated_state), *arguments)
+    step = replace(step, donated=donated, ahead=ahead, gathers_once=replicas.gathers_once)
     if replicas.divides_arguments:
-        _note_whole_arguments(call, traced, replicas.state_mesh)
+        _log_replicated_arguments(call, traced, replicas.state_mesh)
     if replicas.parameter_device is not None:
         compile_ = on_parameter_device(compile_, replicas.parameter_device)
     _check_callbacks(traced, call.mesh, replicas.state_mesh if shares else call.mesh)
@@ -150,20 +149,20 @@ def build(
     compiled = compile_(step)
     nests = [jax.tree.structure(variable.get_raw_value()) for variable in call.binding.variables]
     return Program(
-        traced, decided, compiled, order, donated_state, tuple(step.donated), traced.written, kept, read,
-        simple=all(map(jax.tree_util.treedef_is_leaf, [*nests, *traced.written_trees])),
+        traced, decided, compiled, order, donated_state, tuple(step.donated), traced.written, read_only,
+        read_arrays, simple=all(map(jax.tree_util.treedef_is_leaf, [*nests, *traced.written_trees])),
         mesh=call.mesh, step=step, compile=compile_,
         parameter_device=replicas.parameter_device, has_token=has_token,
     )  # fmt: skip
 
 
-def _check_callbacks(traced: Traced, mesh: Mesh, of_state: Mesh) -> None:
-    """Refuses callbacks that return arrays beside automatic axes or two meshes, where JAX has none."""
-    if of_state == mesh and (cores_per_replica(mesh) == 1 or mesh.shape[DATA] == 1):
+def _check_callbacks(traced: Traced, mesh: Mesh, state_mesh: Mesh) -> None:
+    """Raises for callbacks that return arrays, with automatic axes or two meshes: JAX has none there."""
+    if state_mesh == mesh and (cores_per_replica(mesh) == 1 or mesh.shape[DATA] == 1):
         return
     for eqn in equations(traced.jaxpr.jaxpr):
         if name(eqn) in ("pure_callback", "io_callback"):
-            where = "with shard_over" if of_state != mesh else "on replicas of several devices"
+            where = "with shard_over" if state_mesh != mesh else "on replicas of several devices"
             raise LoweringError(_CALLBACK.format(what=name(eqn), line=line(eqn), where=where))
 
 
@@ -173,23 +172,23 @@ Compute what it returns before the step and pass it in args; to look at values u
 strategy without shard_over, with one device for each replica, runs it."""
 
 
-def _note_whole_arguments(call: Call, traced: Traced, mesh: Mesh) -> None:
-    """Logs state that the step takes as arguments whole, although the replicas could divide it."""
+def _log_replicated_arguments(call: Call, traced: Traced, mesh: Mesh) -> None:
+    """Logs replicated state among the arguments that could be sharded over the replicas."""
     first = sum(traced.sizes[:2])
-    kept = (*call.arguments.shardings, *(None,) * len(call.arguments.data))
-    whole = {
+    shardings = (*call.arguments.shardings, *(None,) * len(call.arguments.data))
+    replicated = {
         i: traced.input_names[i]
         for _, i in returned_arguments(call, traced)
         if i >= first  # else it is a variable
-        and kept[i - first] is None
+        and shardings[i - first] is None
         and share_sharding(call.arguments.data[i - first], mesh)
     }
-    if whole:
-        log_once(_WHOLE_ARGUMENTS, len(whole), listed(list(whole.values()), 3))
+    if replicated:
+        log_once(_REPLICATED_ARGUMENTS, len(replicated), listed(list(replicated.values()), 3))
 
 
-_WHOLE_ARGUMENTS = """\
-%s arrays of state that the step takes as arguments, and returns, are whole on each device:
+_REPLICATED_ARGUMENTS = """\
+%s arrays of state that the step takes as arguments, and returns, are replicated on each device:
 %s
 Make them with strategy.create(lambda: TrainState.create(...)), so that the replicas divide them."""
 
@@ -202,32 +201,30 @@ def input_order(traced: Traced) -> tuple[tuple[int, ...], tuple[int, ...], tuple
     jaxpr, starts = traced.jaxpr.jaxpr, traced.input_starts
     read_or_returned = set(variables([*inputs_of(jaxpr.eqns), *jaxpr.outvars]))
     used = [v in read_or_returned for v in jaxpr.invars]
-    written, first_array, first_data = (
-        set(traced.written),
-        traced.sizes[0],
-        traced.sizes[0] + traced.sizes[1],
-    )
-    kept = tuple(
+    written, first_array = set(traced.written), traced.sizes[0]
+    first_data = first_array + traced.sizes[1]
+    read_only = tuple(
         i
         for i in range(len(starts) - 1)
         if i not in written and any(used[starts[i] : starts[i + 1]])
     )
-    read = tuple(
+    read_arrays = tuple(
         i for i in range(traced.sizes[1]) if used[first_array + i] or i in traced.constant_arrays
     )
-    flat = [k for i in (*traced.written, *kept) for k in range(starts[i], starts[i + 1])]
-    return (*flat, *(first_array + i for i in read), *range(first_data, len(used))), kept, read
+    state = [k for i in (*traced.written, *read_only) for k in range(starts[i], starts[i + 1])]
+    order = (*state, *(first_array + i for i in read_arrays), *range(first_data, len(used)))
+    return order, read_only, read_arrays
 
 
 def _can_donate(traced: Traced) -> bool:
-    """Returns whether the new state can take the memory of the old: all of it or none."""
+    """True if the new state can reuse the memory of the old: all of it or none."""
     state = traced.jaxpr.out_avals[: len(traced.old_inputs)]
     keys = any(jnp.issubdtype(aval.dtype, jax.dtypes.extended) for aval in state)
     return not keys and traced.keeps_types()
 
 
 def _donated_arguments(call: Call, traced: Traced, step: FlatStep) -> list[int]:
-    """Returns the inputs that are mirrored arrays among the arguments."""
+    """Returns the inputs that are mirrored arrays in the arguments."""
     data = call.arguments.data
     first = len(step.avals) - traced.sizes[3] - len(data)
     return [

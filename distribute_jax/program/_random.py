@@ -1,4 +1,4 @@
-"""Random streams inside ``run``: other numbers on each replica, the same stored state on all."""
+"""Random streams inside ``run``: different numbers on each replica, the same stored state on all."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from distribute_jax.program._dataflow import FOLD
 T = TypeVar("T", bound=nnx.Pytree)
 
 WEIGHTS = "params"
-"""The stream that draws the same numbers on every replica by itself, because it makes weights."""
+"""The stream that draws the same numbers on every replica by default, since it initialises weights."""
 
 
 class _SameOnAll(str):
-    """A stream's tag with the mark: what forks a stream hands its tag on, and so the mark.
+    """The tag of a marked stream, which forks of the stream inherit.
 
-    It equals the plain tag, so every filter of Flax's finds the stream as before.
+    It equals the plain tag, so that Flax's filters match the stream as before.
     """
 
     __slots__ = ()
@@ -33,20 +33,19 @@ class _SameOnAll(str):
 def same_on_all_replicas(node: T) -> T:
     """Lets random streams draw the same numbers on every replica inside ``run``.
 
-    Inside ``run`` each stream but ``params`` draws other numbers on each replica. The streams of
-    ``node`` no longer do: dropout with such a stream drops the same units everywhere. Streams that
-    are forked or split from them later are the same on all replicas too, as those of layers that are
-    built with ``rngs``.
+    Inside ``run`` each stream except ``params`` draws different numbers on each replica. After this call
+    the streams of ``node`` do not: dropout with such a stream drops the same units on all replicas. The
+    same holds for streams that are forked or split from them later, as by layers built with ``rngs``.
 
     Args:
-        node: an ``nnx.RngStream`` as ``rngs.noise``, an ``nnx.Rngs``, or a module, for all streams in it.
+        node: an ``nnx.RngStream`` such as ``rngs.noise``, or an ``nnx.Rngs`` or module, for all its streams.
 
     Returns:
         The node itself.
 
     Raises:
-        ValueError: there is no stream in it.
-        RuntimeError: called inside ``run``, where it is already decided which numbers are drawn.
+        ValueError: ``node`` holds no stream.
+        RuntimeError: called inside ``run``, where the keys have been folded already.
 
     Example:
         >>> import distribute_jax as dj
@@ -72,22 +71,22 @@ def same_on_all_replicas(node: T) -> T:
     return node
 
 
-def draws_its_own(variable: nnx.Variable[Any], stream: Any) -> bool:
-    """Returns whether a key or counter, maybe of a stream, draws other numbers on each replica."""
+def draws_per_replica(variable: nnx.Variable[Any], stream: Any) -> bool:
+    """True if a key or counter, of a stream or alone, draws different numbers on each replica."""
     return variable.tag != WEIGHTS and not isinstance(getattr(stream, "tag", None), _SameOnAll)
 
 
 def per_replica_keys(
     variables: Sequence[nnx.Variable[Any]], nodes: Sequence[Any], replicas: int
 ) -> list[Any]:
-    """Folds the replica id into the key of each stream, and returns the raw values that a trace starts from.
+    """Folds the replica id into the key of each stream, and returns the raw values of all variables.
 
-    Replica 0 keeps the stream as it is, so that one replica draws what undistributed code draws.
+    Replica 0 keeps its key, so that one replica draws what undistributed code draws.
     """
     if replicas > 1:
         stream_of = {id(node.key): node for node in nodes if isinstance(node, nnx.RngStream)}
         keys = [v for v in variables if isinstance(v, nnx.RngKey)]
-        folded = [key for key in keys if draws_its_own(key, stream_of.get(id(key)))]
+        folded = [key for key in keys if draws_per_replica(key, stream_of.get(id(key)))]
         write_raw(folded, [_replica_key(raw) for raw in read_raw(folded)])
     return read_raw(variables)
 
@@ -103,6 +102,6 @@ def _fold_replica_id(key: jax.Array) -> jax.Array:
     return fold(key)
 
 
-# One equation with a name, by which the proof recognizes the key.
+# A jitted function is one equation, whose name the proof recognizes.
 _fold_replica_id.__name__ = FOLD
 _replica_key = jax.jit(_fold_replica_id)

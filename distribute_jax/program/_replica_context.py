@@ -1,4 +1,4 @@
-"""What one replica knows and may ask of the others: the replica context."""
+"""The replica context: the id of a replica, its share of the batch, and its collectives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from distribute_jax.program._arguments import check_call
 
 
 class ReplicaContext:
-    """Which replica this is, and the collectives it takes part in.
+    """The id of this replica, its share of the batch, and its collectives.
 
     ``get_replica_context()`` returns it inside a function passed to ``strategy.run``. All replicas run
     one program, so every replica takes part in every collective, in the same order.
@@ -45,12 +45,12 @@ class ReplicaContext:
         share: int | None = None,
         counts: jax.Array | None = None,
     ) -> None:
-        """Makes the context of the replicas of a strategy; ``run`` does this.
+        """Creates the context of the replicas of a strategy; ``run`` does this.
 
         Args:
             strategy: the current strategy.
             bound: whether the replica axis is bound.
-            share: rows of this replica's share of the batch, where a batch was passed.
+            share: rows of this replica's share of the batch; None if no batch was passed.
             counts: real examples of every replica, int32 of shape (N,), for a padded batch.
         """
         self._strategy = strategy
@@ -58,7 +58,7 @@ class ReplicaContext:
         self._share = share
         self._counts = counts
         self.divides_by_share = False
-        """Whether a loss was divided by the rows of one replica, which goes with a mean of gradients."""
+        """True if a loss was divided by the rows of one replica, so that gradients must be averaged."""
 
     @property
     def strategy(self) -> Any:
@@ -74,7 +74,7 @@ class ReplicaContext:
     def replica_id_in_sync_group(self) -> Any:
         """The id of this replica, 0 to N-1: inside ``run`` a traced int32 scalar.
 
-        In Python control flow it has no value yet; use ``jnp.where`` or ``jax.lax.cond``.
+        It has no value for Python control flow; use ``jnp.where`` or ``jax.lax.cond``.
         """
         return jax.lax.axis_index(DATA) if self._bound else 0
 
@@ -92,7 +92,7 @@ class ReplicaContext:
 
     @property
     def is_padded(self) -> bool:
-        """Whether the batch of this call is partial, so that some of its rows are padding."""
+        """True if the batch of this call is partial, so that some of its rows are padding."""
         return self._counts is not None
 
     @property
@@ -110,16 +110,16 @@ class ReplicaContext:
     ) -> PyTree:
         """Combines a pytree over the replicas; every replica gets the same result.
 
-        One collective serves all leaves of a dtype; the strategy's ``cross_device_ops`` say which. The
+        All leaves of a dtype are combined in one collective, by the strategy's ``cross_device_ops``. The
         gradient is the same reduction of the upstream gradients, as in TensorFlow.
 
         Args:
             reduce_op: ``"sum"`` or ``"mean"``. A sum has the dtype of ``jnp.sum``: integers are added
-                exactly, narrow ones in the default integer. The mean of integers is floating, and
-                that of float16 is taken in float32, so that the sum before it does not overflow.
+                exactly, narrow ones in the default integer. The mean of integers is floating-point, and
+                that of float16 is computed in float32, so that its sum does not overflow.
             value: a pytree of arrays of any numeric dtypes; shapes equal on all replicas. The entries of
-                a ``jax.experimental.sparse.BCOO`` are joined, and add up when it is made dense.
-            options: packing, or another algorithm, for this call; they override those of the strategy.
+                a ``jax.experimental.sparse.BCOO`` are concatenated, and add up when it is made dense.
+            options: packing or another algorithm for this call; overrides the options of the strategy.
 
         Returns:
             The pytree with every leaf combined, mirrored.
@@ -160,7 +160,7 @@ class ReplicaContext:
         Args:
             value: a pytree of arrays of numbers or bools with at least one dim (each replica's view).
             axis: the dim to join along; may be negative.
-            options: accepted as in TensorFlow's signature; they do not change how XLA gathers.
+            options: accepted as in TensorFlow's signature; has no effect on how XLA gathers.
 
         Returns:
             The pytree with dim ``axis`` N times as long, mirrored.
@@ -226,7 +226,7 @@ class ReplicaContext:
 
 
 class MergedValues(DistributedValues):
-    """All replicas' values of one array, as a function given to ``merge_call`` sees them."""
+    """The values of one array on all replicas, as a function given to ``merge_call`` sees them."""
 
     def __init__(self, stacked: jax.Array, replicas: int) -> None:
         self._stacked = stacked

@@ -1,4 +1,4 @@
-"""The results of a step: arrays, static values and bound objects; and which have a row per example."""
+"""The results of a step: their structure, arrays, static values and bound objects."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from distribute_jax.program._binding import Binding
 
 @dataclass(frozen=True, eq=False)
 class Results:
-    """The structure of what ``fn`` returned."""
+    """The structure of what a step returned."""
 
     treedef: Any
-    """The pytree of the result."""
     leaves: tuple[Any, ...]
     """For each leaf: ``("array", k)``, ``("static", value)``, ``("node", i)``, ``("variable", i)``."""
     names: tuple[str, ...]
-    """For each array: its path in the result."""
+    """The path of each array in the result."""
     declared: frozenset[int]
-    """The arrays that ``dj.per_example`` declared to hold one row for each example."""
+    """The arrays that were marked by ``dj.per_example``."""
 
 
-def sort_results(
+def flatten_results(
     result: Any, binding: Binding, nodes: list[Any]
 ) -> tuple[Results, list[jax.Array]]:
-    """Takes a result apart into its structure and its arrays."""
+    """Returns the structure of a result and its arrays."""
     bound = {id(variable): ("variable", i) for i, variable in enumerate(binding.variables)}
     bound |= {id(node): ("node", i) for i, node in enumerate(nodes)}
     paths, treedef = jax.tree_util.tree_flatten_with_path(
@@ -61,7 +60,7 @@ def sort_results(
 
 
 def _check_holds_no_arrays(value: Any, name: str) -> None:
-    """Refuses an object whose arrays JAX does not see: they would be dead, or old, once the trace ends."""
+    """Raises for an object whose arrays JAX does not see: they would be leaked tracers."""
     if is_foreign(value) and hasattr(type(value), "__array__"):
         raise ArgumentError(
             f"The step returned {leaf_text(value)} as {name}, which is computed once, when the step is "
@@ -72,13 +71,13 @@ def _check_holds_no_arrays(value: Any, name: str) -> None:
     if arrays:
         raise ArgumentError(
             f"The step returned a {type(value).__name__} as {name}, with arrays in {', '.join(arrays)}, "
-            "but JAX does not know how to take that class apart. Return the arrays themselves or a dict "
-            "of them, or register the class, as with @jax.tree_util.register_dataclass."
+            "but JAX does not know that class as a pytree. Return the arrays themselves or a dict of them, "
+            "or register the class, as with @jax.tree_util.register_dataclass."
         )
 
 
 def rebuild(results: Results, arrays: list[Any], binding: Binding) -> Any:
-    """Puts a result together again from its arrays."""
+    """Rebuilds a result from its arrays."""
     leaves = []
     for kind, content in results.leaves:
         if kind == "array":
@@ -97,7 +96,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PerExample:
-    """Marks a result leaf that has one row for each example of the per-replica batch."""
+    """Marks a leaf of the result that has one row for each example of the replica's batch."""
 
     value: Any
 
@@ -105,12 +104,12 @@ class PerExample:
 def per_example(tree: T) -> T:
     """Declares that each array of a result has one row for each example of the replica's batch.
 
-    ``local_results``, ``gather`` and ``reduce(axis=0)`` leave the padding of a partial batch out of
-    such results. Usually ``run`` finds out by itself, by tracing the step at another batch size; this
-    is for steps that cannot be traced at another size.
+    ``local_results``, ``gather`` and ``reduce(axis=0)`` drop the rows of padding from such results. Usually
+    ``run`` finds such results itself, by tracing the step at another batch size; use this for steps that
+    cannot be traced at another size.
 
     Args:
-        tree: a pytree of arrays, dim 0 of each as long as this replica's share of the batch.
+        tree: a pytree of arrays, whose dim 0 is as long as this replica's share of the batch.
 
     Returns:
         The pytree, marked; return it from the function given to ``run``.

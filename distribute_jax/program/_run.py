@@ -1,4 +1,4 @@
-"""``run``: the call of a step whose program is there; ``_cache`` has it built where it is not."""
+"""Implements ``strategy.run``: looks the program of a call up, executes it, and limits steps in flight."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from distribute_jax._values import PerReplica
 from distribute_jax.processes import doing, stepped
 from distribute_jax.program._across_processes import note_call, note_outputs
 from distribute_jax.program._ahead_of_time import StepPlan
-from distribute_jax.program._arguments import Arguments, check_call, take_apart
-from distribute_jax.program._binding import one_at_a_time
+from distribute_jax.program._arguments import Arguments, check_call, flatten_arguments
+from distribute_jax.program._binding import step_lock
 from distribute_jax.program._cache import ProgramCache, Request
 from distribute_jax.program._call import BoundProgram, OutdatedError
-from distribute_jax.program._capture import without_jit
-from distribute_jax.program._failures import failed, named
+from distribute_jax.program._capture import unwrap_jit
+from distribute_jax.program._failures import naming_step, step_failure
 from distribute_jax.program._multi_step import can_scan, run_scanned, stacked_results, take_batches
 from distribute_jax.program._options import UNVERIFIED, RunOptions, checked_run_options
 from distribute_jax.program._padding_check import run_checked_for_leaks
@@ -30,26 +30,25 @@ from distribute_jax.program._preparation import preparing
 from distribute_jax.program._program import Program
 from distribute_jax.program._result_rows import find_non_batched_results, wrap_partial
 from distribute_jax.program._trace_errors import step_name
-from distribute_jax.program._undo import BEHIND, copy_of, look
+from distribute_jax.program._undo import CHECK_DELAY, check_counts, copy_counts
 from distribute_jax.program._verify import verify
 
-_MOST_COMPARED = 1024
-_ENOUGH = 3
-"""So many calls of a step that changes nothing are compared, as of one that warms up from a rate of 0."""
+_MAX_REMEMBERED_COMPARISONS = 1024
+_MAX_COMPARED_CALLS = 3
+"""A step that does not change state, as during warm-up from a learning rate of 0, is compared again."""
 
 
 class Runner:
-    """Runs steps on the replicas of one strategy."""
+    """Runs steps on the replicas of one strategy.
+
+    At most ``steps_in_flight`` steps are dispatched and not finished. None means no limit on accelerators,
+    and 2 on CPU, where more can deadlock.
+    """
 
     def __init__(self, strategy: Any, replicas: Replicas, steps_in_flight: int | None) -> None:
-        """Starts with no program.
-
-        At most ``steps_in_flight`` steps are dispatched and not finished. With None there is no limit on
-        accelerators, and one of 2 on CPU, where more can deadlock.
-        """
         self._replicas, self._mesh = replicas, replicas.mesh
         divided = replicas.state_mesh if replicas.divides_arguments else None
-        self._take_apart = functools.partial(take_apart, divided=divided)
+        self._flatten_arguments = functools.partial(flatten_arguments, divided=divided)
         self.cache = ProgramCache(
             strategy, replicas, lambda entry, flat: self._advance(entry, entry.execute, flat, 0)
         )
@@ -60,44 +59,44 @@ class Runner:
         self._counts: deque[tuple[list[Any], list[Any], int]] = deque()
 
     def for_strategy(self, strategy: Any) -> Runner:
-        """Returns a runner like this one, with no program yet, for another strategy."""
+        """Returns a runner with the same replicas for another strategy."""
         return Runner(strategy, self._replicas, self.steps_in_flight)
 
     def __call__(
         self, fn: StepFunction, args: Any, kwargs: dict[str, Any] | None, options: RunOptions | None
     ) -> Any:
-        """Runs a step once for each replica."""
+        """Runs a step once on each replica."""
         if type(args) is not tuple or kwargs is not None:
             check_call(args, kwargs)
         options = checked_run_options(options)
-        fn = without_jit(fn)
-        with one_at_a_time:
-            arguments = self._take_apart(tuple(args), kwargs or {}, self._mesh)
+        fn = unwrap_jit(fn)
+        with step_lock:
+            arguments = self._flatten_arguments(tuple(args), kwargs or {}, self._mesh)
             return self._run(Request(fn, arguments, options))
 
     def steps(
         self, fn: StepFunction, iterator: Iterator[Any], steps: int, options: RunOptions | None
     ) -> Any:
-        """Runs up to ``steps`` steps, in one program where the batches are full and of one signature."""
+        """Runs up to ``steps`` steps; in one program if the batches are full and of one signature."""
         options = checked_run_options(options)
-        fn = without_jit(fn)
-        with one_at_a_time:
+        fn = unwrap_jit(fn)
+        with step_lock:
             elements, error = take_batches(iterator, steps)
-            batches = [self._take_apart(element, {}, self._mesh) for element in elements]
+            batches = [self._flatten_arguments(element, {}, self._mesh) for element in elements]
             result = self._run_batches(fn, batches, steps, options)
         if error is not None:
-            # Those batches are gone from the iterator, so they are run, as single steps would be.
+            # The batches were taken from the iterator, so they are run, as single steps would be.
             error.add_note(
                 f"strategy.run_steps ran {step_name(fn)} on the {len(batches)} batches that came before "
-                "this error: the state includes them, their results are lost."
+                "this error: the state includes them, but their results are lost."
             )
             raise error
         return result
 
     def find_non_batched_results(self, fn: StepFunction, args: tuple[Any, ...]) -> list[str]:
-        """Names the results of a step that do not have one row for each example."""
-        with one_at_a_time:
-            request = Request(fn, self._take_apart(args, {}, self._mesh), UNVERIFIED)
+        """Returns the names of the results that do not have one row for each example."""
+        with step_lock:
+            request = Request(fn, self._flatten_arguments(args, {}, self._mesh), UNVERIFIED)
             entry = self.entry(request)
             with self.cache.tracing(request):
                 return find_non_batched_results(self.cache.call(request, entry.binding), entry)
@@ -114,19 +113,19 @@ class Runner:
         check_call(args, kwargs, "strategy.plan(step")
         options = checked_run_options(options)
         leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, PerReplica))
-        # The batch may be distributed by another strategy: its shares are what counts.
+        # The batch may be distributed by another strategy: only its shares matter.
         mesh = next((x.mesh for x in leaves if isinstance(x, PerReplica)), self._mesh)
-        with one_at_a_time:
-            arguments = self._take_apart(tuple(args), kwargs or {}, mesh)
-            return self.cache.plan(without_jit(fn), arguments, options, number)
+        with step_lock:
+            arguments = self._flatten_arguments(tuple(args), kwargs or {}, mesh)
+            return self.cache.plan(unwrap_jit(fn), arguments, options, number)
 
     def programs(self) -> int:
-        """Counts the compiled programs that are kept for objects still alive."""
-        self.cache.forget_dead()
+        """Returns the number of compiled programs for objects that are alive."""
+        self.cache.remove_dead()
         return len(self.cache.programs)
 
     def entry(self, request: Request) -> BoundProgram:
-        """Returns the program bound to what a call reaches, compiled if need be."""
+        """Returns the program bound to what a call reaches; compiles it if there is none."""
         return self.cache.lookup(request) or self.cache.bind(request)
 
     def _run(self, request: Request) -> Any:
@@ -140,7 +139,7 @@ class Runner:
         arguments = request.arguments
         if request.options.verify not in entry.program.verified:
             self._verify(request, entry)
-        flat = entry.flat_inputs(request.values, arguments)
+        flat = entry.flat_inputs(request.roots, arguments)
         self._wait(flat)
         note_call(entry, flat, arguments.data, self._mesh)
         if arguments.counts is not None:
@@ -154,22 +153,22 @@ class Runner:
         inputs: list[Any],
         steps: int = 1,
     ) -> list[Any]:
-        """Runs a program and stores what it leaves, whatever interrupts that; returns its results."""
+        """Runs a program and stores the new state, even if interrupted; returns the arrays of the result."""
         try:
             arrays = entry.store(run(inputs))
-            self._dispatched(entry, arrays, steps)
+            self._note_dispatched(entry, arrays, steps)
         except BaseException:
-            entry.finish()
-            if (token := entry.finished()) is not None and self.steps_in_flight is not None:
+            entry.store_pending()
+            if (token := entry.pop_token()) is not None and self.steps_in_flight is not None:
                 self._in_flight.append((token, entry.program, entry.step))
             raise
         return arrays
 
     def _wait(self, flat: list[Any]) -> None:
-        """Waits until few enough steps are unfinished.
+        """Waits until fewer than ``steps_in_flight`` steps are unfinished.
 
-        On two cores an unread loop over several simulated devices can otherwise deadlock, and
-        everywhere the bound also bounds memory.
+        Without a limit an unread loop over several simulated devices can deadlock on two cores; the limit
+        also bounds memory.
         """
         if self.steps_in_flight is None or len(self._in_flight) < self.steps_in_flight:
             return
@@ -182,42 +181,44 @@ class Runner:
                     token.block_until_ready()
             except jax.errors.JaxRuntimeError as error:
                 self._in_flight.clear()
-                raise failed(step, program, error, lost=True) from error
+                raise step_failure(step, program, error, lost=True) from error
         self._in_flight.popleft()
 
-    def _dispatched(self, entry: BoundProgram, arrays: list[Any], steps: int = 1) -> None:
-        token = entry.finished()
+    def _note_dispatched(self, entry: BoundProgram, arrays: list[Any], steps: int) -> None:
+        token = entry.pop_token()
         stepped(steps, token)
         note_outputs(entry, arrays, self._mesh)
         if self.steps_in_flight is not None:
             self._in_flight.append((token, entry.program, entry.step))
-        if entry.guards:
-            self._counts.append((entry.guards, list(map(copy_of, entry.guards)), steps))
-            self.look_at_guards(BEHIND)
+        if entry.skip_counts:
+            self._counts.append(
+                (entry.skip_counts, list(map(copy_counts, entry.skip_counts)), steps)
+            )
+            self.check_skipped_steps(CHECK_DELAY)
 
-    def look_at_guards(self, behind: int = 0) -> None:
-        """Raises where steps before the last ``behind`` were skipped too often in a row."""
-        while len(self._counts) > behind:
-            guards, counts, steps = self._counts.popleft()
+    def check_skipped_steps(self, delay: int = 0) -> None:
+        """Raises if too many steps in a row were skipped; ignores the last ``delay`` dispatches."""
+        while len(self._counts) > delay:
+            variables, counts, steps = self._counts.popleft()
             try:
-                for guard, count in zip(guards, counts, strict=True):
-                    look(guard, count, steps)
+                for variable, count in zip(variables, counts, strict=True):
+                    check_counts(variable, count, steps)
             except StepsSkippedError:
                 self._counts.clear()
                 raise
 
     def _run_partial(self, request: Request, entry: BoundProgram, flat: list[Any]) -> Any:
         call = self.cache.call(request, entry.binding)
-        known = entry.program.padding is not None
-        traces = nullcontext() if known else self.cache.tracing(request, entry)
-        first = nullcontext() if known else preparing()
-        run = functools.partial(run_checked_for_leaks, call, entry, request.values)
-        with named(entry.step, entry.program), traces, first:
+        run = functools.partial(run_checked_for_leaks, call, entry, request.roots)
+        is_checked = entry.program.padding is not None  # else it is traced with other padding
+        tracing = nullcontext() if is_checked else self.cache.tracing(request, entry)
+        clock = nullcontext() if is_checked else preparing()
+        with naming_step(entry.step, entry.program), tracing, clock:
             arrays = self._advance(entry, run, flat)
         return wrap_partial(call, entry, arrays)
 
     def _verify(self, request: Request, entry: BoundProgram) -> None:
-        """Compares a call with one device; unasked, once for a step and what it is bound to."""
+        """Compares a call with one device; with ``"auto"`` once for a step and the objects it is bound to."""
         arguments, options = request.arguments, request.options
         kinds = zip(arguments.leaves, arguments.kinds, strict=True)
         static = [(type(leaf), leaf) for leaf, kind in kinds if kind == "static"]
@@ -226,27 +227,31 @@ class Runner:
             entry.program.verified.add("auto")
             return
         call = self.cache.call(request, entry.binding)
-        with named(entry.step, entry.program), self.cache.tracing(request, entry), preparing():
-            enough = verify(call, entry, request.values, options)
-        entry.program.times_compared += 1
-        if options.verify != "always" and (enough or entry.program.times_compared > _ENOUGH):
-            entry.program.verified |= {"auto", options.verify}
+        program = entry.program
+        with naming_step(entry.step, program), self.cache.tracing(request, entry), preparing():
+            is_conclusive = verify(call, entry, request.roots, options)
+        program.times_compared += 1
+        is_conclusive = is_conclusive or program.times_compared > _MAX_COMPARED_CALLS
+        if options.verify != "always" and is_conclusive:
+            program.verified |= {"auto", options.verify}
             self._compared[key] = None
-            if len(self._compared) > _MOST_COMPARED:
+            if len(self._compared) > _MAX_REMEMBERED_COMPARISONS:
                 del self._compared[next(iter(self._compared))]
 
     def _run_batches(
         self, fn: StepFunction, batches: list[Arguments], steps: int, options: RunOptions
     ) -> Any:
-        asked = options.verify in ("first", "always")
-        if can_scan(batches, steps) and not asked and options.lowering != "pmap":
+        # "first" and "always" compare results as well, and so single steps.
+        scans = options.verify in ("off", "auto") and options.lowering != "pmap"
+        if scans and can_scan(batches, steps):
             request = Request(fn, batches[0], options)
             entry = self.entry(request)
             if options.verify not in entry.program.verified:
                 self._verify(request, entry)
             if entry.program.traced.keeps_types():
-                self._wait(entry.inputs_now())
-                note_call(entry, entry.inputs_now(), (), self._mesh, len(batches))
-                run = functools.partial(run_scanned, entry, request.values)
+                state = entry.current_state()
+                self._wait(state)
+                note_call(entry, state, (), self._mesh, len(batches))
+                run = functools.partial(run_scanned, entry, request.roots)
                 return entry.wrap(self._advance(entry, run, batches, len(batches)))
         return stacked_results([self._run(Request(fn, batch, options)) for batch in batches])

@@ -20,7 +20,7 @@ from distribute_jax._mesh import num_replicas, outside_mesh, put, sharding_over
 from distribute_jax._messages import is_donated, leaf_text, listed, path_text
 from distribute_jax._user_frames import log_once, warn_user
 from distribute_jax.program._aggregation import keeps_own_values
-from distribute_jax.program._binding import Binding, one_at_a_time
+from distribute_jax.program._binding import Binding, step_lock
 from distribute_jax.program._lowerings import Compile, Compiled, FlatStep
 from distribute_jax.program._placement import ParameterDevice, Replicas
 from distribute_jax.variables import Variable, on_replicas
@@ -272,7 +272,7 @@ def snapshot(tree: Any) -> Any:
         ([0.0, 0.0], [1.0, 1.0])
     """
     _context.require_loop_thread("dj.snapshot")
-    with one_at_a_time:  # a step of another thread would take some of the arrays, or hold tracers
+    with step_lock:  # a step of another thread would take some of the arrays, or hold tracers
         state = nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
         leaves = jax.tree_util.tree_leaves_with_path(
             state, is_leaf=lambda node: isinstance(node, nnx.Variable)

@@ -1,8 +1,7 @@
-"""Traces a step into one jaxpr, in the context that ``shard_map`` will run it in.
+"""Traces a step of one replica into a jaxpr, in the context in which ``shard_map`` will run it.
 
-Where a step makes variables and keeps them, the first trace ends with their first values instead of the
-step's results. They are computed on the replicas and stored, and the step is traced again, in which it finds
-the variables made.
+If a step creates variables and keeps them, the first trace returns their first values instead of the step's
+results. They are computed on the replicas and stored, and the step is traced again.
 """
 
 from __future__ import annotations
@@ -42,23 +41,23 @@ from distribute_jax.program._dataflow import is_unchanged
 from distribute_jax.program._jaxprs import ClosedJaxpr, RenamedAxis, bodies, open_jaxpr
 from distribute_jax.program._random import per_replica_keys
 from distribute_jax.program._replica_context import ReplicaContext
-from distribute_jax.program._results import Results, sort_results
-from distribute_jax.program._trace_errors import explained, step_name
+from distribute_jax.program._results import Results, flatten_results
+from distribute_jax.program._trace_errors import explain_errors, step_name
 from distribute_jax.variables import record_created
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """One step as a jaxpr over flat arrays, and what its inputs and outputs are."""
+    """A step as a jaxpr over flat arrays, and the meaning of its inputs and outputs."""
 
     jaxpr: ClosedJaxpr
-    """Inputs: raw values of the variables, captured arrays, data, maybe a count; in this order."""
+    """Its inputs are the raw values of the variables, captured arrays, data, and maybe the counts."""
     written: tuple[int, ...]
     """Indices of the variables that the step changed; their new values are the first outputs."""
     results: Results
-    """What ``fn`` returned; its arrays are the remaining outputs."""
+    """What the function returned; its arrays are the remaining outputs."""
     input_names: tuple[str, ...]
-    """Where each flat input came from, in the user's words."""
+    """The origin of each flat input, in the user's words."""
     sizes: tuple[int, int, int, int]
     """Numbers of flat inputs: variables, captured arrays, data, counts."""
     written_sizes: tuple[int, ...]
@@ -66,21 +65,21 @@ class Traced:
     written_trees: tuple[Any, ...]
     """Structure of the new value of each written variable."""
     constant_arrays: frozenset[int]
-    """Captured arrays that ended as constants of the jaxpr, since their place cannot be assigned."""
+    """Captured arrays that became constants of the jaxpr, since their place cannot be assigned."""
     input_starts: tuple[int, ...]
     """Index of the first flat input of each variable, and one past the last."""
     created: tuple[nnx.Variable[Any], ...] = ()
-    """Variables that the step made and kept. Then the results are their first values, no more."""
+    """Variables that the step created and kept; the results are then only their first values."""
 
     @property
     def old_inputs(self) -> list[int]:
-        """The flat input that held the old value, for each output that is state."""
+        """For each state output the flat input with the old value."""
         starts = [self.input_starts[i] for i in self.written]
         sizes = zip(starts, self.written_sizes, strict=True)
         return [start + k for start, size in sizes for k in range(size)]
 
     def keeps_types(self) -> bool:
-        """Returns whether the new state has the shapes and dtypes of the old."""
+        """True if the new state has the shapes and dtypes of the old."""
         body, starts = self.jaxpr.jaxpr, self.input_starts
         return self.written_sizes == tuple(starts[i + 1] - starts[i] for i in self.written) and all(
             (body.invars[old].aval.shape, body.invars[old].aval.dtype)
@@ -91,7 +90,7 @@ class Traced:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What is traced: a function, its binding and its arguments, for a number of replicas."""
+    """A function to trace, with its binding and its arguments."""
 
     fn: Callable[..., Any]
     binding: Binding
@@ -99,7 +98,7 @@ class Call:
     strategy: Any
     mesh: Mesh
     runs_once: bool = False
-    """Whether it is compiled to be compared with, so that compiling takes longer than running."""
+    """True if the program runs only once, to be compared with, so that compile time counts."""
 
     def share_of(self, value: Any) -> Any:
         """Returns the abstract value of a data leaf as one replica sees it."""
@@ -120,7 +119,7 @@ class StandIn:
 
 
 def abstract(value: Any) -> Any:
-    """Returns shape, dtype and weakness of an array; numbers and pytrees stay what they are."""
+    """Replaces the arrays of a pytree by their shape, dtype and weak type; keeps Python numbers."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, (bool, int, float, complex)):
@@ -151,16 +150,16 @@ def _dtype(leaf: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
-# What JAX remembers of a function that a step calls, such as a jit, it remembers by what is current. The
-# replica context is Python state, so each trace has a number that is current: nothing is reused from another.
-_number_of_trace = jax.make_user_context()
-_numbers = count()
+# JAX caches the trace of a function that a step calls, such as a jit. The replica context, which the function
+# may read, is Python state, so each trace has a number in JAX's cache key: nothing is reused from another.
+_trace_number = jax.make_user_context()
+_trace_numbers = count()
 
 
 def state_outputs(
     call: Call, traced: Traced
 ) -> Iterator[tuple[nnx.Variable[Any], str, int, range]]:
-    """Yields for each state output its variable, name, old value and all inputs of the variable."""
+    """Yields for each state output its variable, its name, its old input and all inputs of the variable."""
     starts = traced.input_starts
     for index, size in zip(traced.written, traced.written_sizes, strict=True):
         inputs = range(starts[index], starts[index + 1])
@@ -169,18 +168,18 @@ def state_outputs(
 
 
 def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:
-    """Traces a step once for one replica of the mesh, with the call's shares or other abstract ``data``."""
+    """Traces a step for one replica of the mesh, with the shares of the call or other abstract ``data``."""
     binding, masked = call.binding, call.arguments.counts is not None
     raws = [value_on_replica(variable) for variable in binding.variables]
-    arrays = binding.captured()
+    arrays = binding.captured_arrays()
     shares = list(data) if data is not None else [call.share_of(v) for v in call.arguments.data]
     counts = [jax.ShapeDtypeStruct((num_replicas(call.mesh),), jnp.int32)] if masked else []
     recorder = _Recorder(call)
-    older = set(map(id, jax.live_arrays()))
+    ids_before = set(map(id, jax.live_arrays()))
     inside = jax.sharding.use_abstract_mesh(inside_replica(call.mesh))
     name = getattr(call.strategy, "axis_name", DATA)
     axes = [(axis, num_replicas(call.mesh)) for axis in dict.fromkeys((DATA, name))]
-    with inside, explained(call), _number_of_trace(next(_numbers)):
+    with inside, explain_errors(call), _trace_number(next(_trace_numbers)):
         jaxpr = jax.make_jaxpr(recorder.step, axis_env=axes)(
             raws, [abstract(array) for array in arrays], shares, counts
         )
@@ -188,12 +187,12 @@ def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:
         jaxpr = RenamedAxis(name, DATA).closed(jaxpr)
     if recorder.rebuilt:
         jaxpr = recorder.without_rebuilt(jaxpr, len(jax.tree.leaves(raws)))
-    _check_constants(jaxpr, arrays, older)
+    _check_constants(jaxpr, arrays, ids_before)
     return recorder.traced(jaxpr, (raws, arrays, shares, counts))
 
 
 class _Recorder:
-    """Runs the user's function under the trace, and notes what went in and came out."""
+    """Runs the user's function under the trace, and records what it read, wrote and returned."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -206,7 +205,7 @@ class _Recorder:
         self._array_at: dict[int, int] = {}
 
     def step(self, raws: list[Any], arrays: list[Any], data: list[Any], counts: list[Any]) -> Any:
-        """The function that is traced: swaps the tracers in, runs ``fn``, collects the outcome."""
+        """The function that is traced: swaps tracers in, calls ``fn``, and returns new state and results."""
         call, binding = self.call, self.call.binding
         share = batch_share(call.arguments, data) if call.arguments.has_batch else None
         context = ReplicaContext(call.strategy, share=share, counts=counts[0] if counts else None)
@@ -216,22 +215,22 @@ class _Recorder:
             stack.enter_context(swapped_state(binding.variables, nodes, raws, self.rebuilt))
             stack.enter_context(_frames.frame(call.strategy, context))
             before = per_replica_keys(binding.variables, nodes, num_replicas(call.mesh))
-            noted = stack.enter_context(record_created())
+            created = stack.enter_context(record_created())
             attributes = [set(vars(node)) for node in nodes]
             args, kwargs = self._arguments(data)
             result = call.fn(*args, **kwargs)
-            self._note_lost_changes(data, (args, kwargs), result)
-            if kept := kept_variables(call, noted):
+            self._log_lost_changes(data, (args, kwargs), result)
+            if kept := surviving_variables(call, created):
                 return self._first_values(kept)
             now = read_raw(binding.variables)
-            gone = self._removed(nodes, attributes)
+            removed = self._removed(nodes, attributes)
             self.written = tuple(
                 i
                 for i, (new, old) in enumerate(zip(now, before, strict=True))
-                if new is not old and i not in gone
+                if new is not old and i not in removed
             )
             new_values = [jax.tree.leaves(now[i]) for i in self.written]
-            self.results, arrays_out = sort_results(result, binding, nodes)
+            self.results, arrays_out = flatten_results(result, binding, nodes)
             self.written_trees = tuple(jax.tree.structure(now[i]) for i in self.written)
         self.written_sizes = tuple(map(len, new_values))
         self._array_at = {id(array): i for i, array in enumerate(arrays)}
@@ -239,7 +238,7 @@ class _Recorder:
         return outs + [array.new for array in self.rebuilt]
 
     def _removed(self, nodes: list[Any], attributes: list[set[str]]) -> set[int]:
-        """Finds variables that the step took off their module, as nnx.pop does: they end with it."""
+        """Returns the variables that the step removed from their module, as nnx.pop does."""
         if all(had <= set(vars(node)) for node, had in zip(nodes, attributes, strict=True)):
             return set()
         reached = set(map(id, Binding(self.call.fn, self.call.arguments).variables))
@@ -247,16 +246,16 @@ class _Recorder:
         return {i for i, variable in enumerate(variables) if id(variable) not in reached}
 
     def _first_values(self, kept: list[tuple[Any, Any]]) -> list[Any]:
-        """Ends a trace in which variables were made: the step is traced again once they exist."""
+        """Returns the first values of new variables, with which this trace ends."""
         self.created = tuple(variable for variable, _ in kept)
         arrays = [raw for _, raw in kept]
-        # What is left on the user's objects must be no tracer.
+        # The user's objects must not keep tracers.
         write_raw(self.created, [abstract(raw) for raw in arrays])
-        self.results, arrays = sort_results(arrays, self.call.binding, [])
+        self.results, arrays = flatten_results(arrays, self.call.binding, [])
         return arrays
 
     def without_rebuilt(self, jaxpr: ClosedJaxpr, first_array: int) -> ClosedJaxpr:
-        """Proves of the last outputs that they are captured arrays unchanged, and takes them off."""
+        """Proves that the last outputs are unchanged captured arrays, and removes them."""
         body = jaxpr.jaxpr
         kept = len(body.outvars) - len(self.rebuilt)
         for output, array in enumerate(self.rebuilt, kept):
@@ -265,8 +264,8 @@ class _Recorder:
             check_rebuilt(array, unchanged=same)
         return ClosedJaxpr(body.replace(outvars=body.outvars[:kept]), jaxpr.consts)
 
-    def _note_lost_changes(self, data: list[Any], args: Any, result: Any) -> None:
-        """Logs once what the step has put into a dict or list of its arguments and does not return."""
+    def _log_lost_changes(self, data: list[Any], args: Any, result: Any) -> None:
+        """Logs once which values the step stored in a container among its arguments and did not return."""
         arguments = self.call.arguments
         leaves, treedef = jax.tree.flatten(args, is_leaf=is_one_leaf)
         if treedef != arguments.treedef:
@@ -285,16 +284,15 @@ class _Recorder:
 
     def _arguments(self, data: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         arguments = self.call.arguments
-        flow = iter(data)
+        values = iter(data)
         leaves = [
-            next(flow) if kind == "data" else leaf
+            next(values) if kind == "data" else leaf
             for kind, leaf in zip(arguments.kinds, arguments.leaves, strict=True)
         ]
         args, kwargs = jax.tree.unflatten(arguments.treedef, leaves)
         return args, kwargs
 
     def traced(self, jaxpr: ClosedJaxpr, inputs: tuple[list[Any], ...]) -> Traced:
-        """Puts the outcome together."""
         binding, arguments = self.call.binding, self.call.arguments
         assert self.results is not None
         raws, arrays, shares, counts = inputs
@@ -331,30 +329,30 @@ def batch_share(arguments: Arguments, data: Sequence[Any]) -> int:
     raise AssertionError("no batch among the arguments")
 
 
-def kept_variables(call: Any, noted: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Returns those of the variables made in a step that outlive it, with their first values."""
-    if not noted:
+def surviving_variables(call: Call, created: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Returns the variables created in a step that outlive it, with their first values."""
+    if not created:
         return []
     reached = {id(variable) for variable in Binding(call.fn, call.arguments).variables}
-    return [(variable, raw) for variable, raw in noted if id(variable) in reached]
+    return [(variable, raw) for variable, raw in created if id(variable) in reached]
 
 
-def give_first_values(variables: Sequence[Any], values: Sequence[Any]) -> None:
-    """Stores first values, as a program that computed them gave them."""
+def store_first_values(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    """Stores the first values of variables, as a program returned them."""
     adopt(variables)
     pairs = zip(variables, values, strict=True)
     write_raw(variables, [_raw(variable, value) for variable, value in pairs])
 
 
-_MADE_AGAIN = """\
-The step makes the variables {names} each time that it is traced. A step may make variables in its first \
-run only: make them once, as with `if self.v is None: self.v = dj.Variable(0.0)`, or before, under \
+_CREATED_AGAIN = """\
+The step creates the variables {names} each time that it is traced. A step may create variables in its \
+first run only: create them once, as with `if self.v is None: self.v = dj.Variable(0.0)`, or before, under \
 strategy.scope()."""
 
 
-def made_again(created: Sequence[Any]) -> ArgumentError:
-    """Returns the error of a step that makes variables in its second trace as well."""
-    return ArgumentError(_MADE_AGAIN.format(names=", ".join(str(v.name) for v in created)))
+def created_again_error(created: Sequence[Any]) -> ArgumentError:
+    """Returns the error of a step that creates variables in its second trace as well."""
+    return ArgumentError(_CREATED_AGAIN.format(names=", ".join(str(v.name) for v in created)))
 
 
 def _raw(variable: Any, value: Any) -> Any:
@@ -364,7 +362,7 @@ def _raw(variable: Any, value: Any) -> Any:
 
 
 def constants(jaxpr: ClosedJaxpr) -> Iterator[Any]:
-    """Returns every array that is built into a program, at any depth."""
+    """Yields every constant of a program, at any depth."""
     yield from getattr(jaxpr, "consts", ())
     for eqn in open_jaxpr(jaxpr).eqns:
         for body in bodies(eqn.params.values()):
@@ -380,41 +378,41 @@ _LOST = (
 )
 
 
-_ENDED = """\
-The step uses arrays that were made while it was traced before, and have no numbers:
+_OLD_TRACERS = """\
+The step uses arrays that were made in an earlier trace of it, and have no numbers:
 {arrays}
 Something kept them, such as functools.cache of a function that makes arrays. Make them before run, or with \
 NumPy."""
 
 
-def _check_constants(jaxpr: ClosedJaxpr, inputs: Sequence[Any], older: set[int]) -> None:
-    """Raises where an array from before the trace, by the ids of the ``older``, would be built in.
+def _check_constants(jaxpr: ClosedJaxpr, inputs: Sequence[Any], ids_before: set[int]) -> None:
+    """Raises if an array from before the trace would become a constant of the program.
 
-    What was made since is a constant by its nature; the ``inputs`` are captured arrays.
+    Arrays that were created during the trace are true constants; the ``inputs`` are captured arrays.
     """
-    if ended := [leaf_text(value) for value in jaxpr.consts if isinstance(value, jax.core.Tracer)]:
-        raise StaleCaptureError(_ENDED.format(arrays=listed(ended)))
+    if old := [leaf_text(value) for value in jaxpr.consts if isinstance(value, jax.core.Tracer)]:
+        raise StaleCaptureError(_OLD_TRACERS.format(arrays=listed(old)))
     replaced = {id(constant) for constant in jaxpr.consts} & {id(array) for array in inputs}
     stale = [
         leaf_text(constant)
         for constant in constants(jaxpr)
         if isinstance(constant, jax.Array)
         and id(constant) not in replaced
-        # A key is not a plain array, and one made in the step would be traced.
-        and (id(constant) in older or is_key(constant))
+        # jax.live_arrays lists no key arrays; a key made in the step is traced, so not a constant.
+        and (id(constant) in ids_before or is_key(constant))
         and not _belongs_to_library(constant)
     ]
     if stale:
         raise StaleCaptureError(
             "The step uses arrays that it neither got as arguments nor captured in a way that run "
-            f"could see:\n{listed(stale)}\nBuilt into the program they would never change again, "
-            "and weights among them would never train. Pass the array, or the object that holds "
-            "it, in args: strategy.run(step, args=(model, x))."
+            f"could see:\n{listed(stale)}\nAs constants of the program they would never change, and "
+            "weights among them would never train. Pass the array, or the object that holds it, in "
+            "args: strategy.run(step, args=(model, x))."
         )
 
 
 def _belongs_to_library(constant: jax.Array) -> bool:
-    """Whether nothing but globals and closures of libraries hold an array: those do not change."""
+    """True if only globals and closures of libraries refer to an array: those do not change."""
     holders = [h for h in gc.get_referrers(constant) if not isinstance(h, types.FrameType)]
     return bool(holders) and all(
         isinstance(holder, types.CellType)

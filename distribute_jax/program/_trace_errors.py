@@ -1,4 +1,4 @@
-"""Python code in a step that needs the value of a traced number, explained at the user's line."""
+"""Explains errors of Python, JAX and Flax that are raised while a step is traced or compiled."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NO_NUMPY = (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTyp
 
 _MESSAGE = """\
 {fn} needs the value of a number while strategy.run traces it, but inside run arrays, Python numbers \
-given in args and the replica id have no value yet: one program serves every value and every replica.
+in args and the replica id have no value yet: one program serves every value and every replica.
 To choose between arrays use jnp.where(condition, a, b) or jax.lax.cond, also with the replica id. For \
 a number that Python needs (a size, a number of layers, a flag), close over it or bind it with \
 functools.partial(step, size=3): then it is a constant of the program.
@@ -47,19 +47,18 @@ To print it write jax.debug.print("{{}}", value), or return it from the step.
 JAX says: {reason}"""
 
 
-_NUMPY = "NumPy cannot compute with what is traced. Use jax.numpy, as jnp.mean for np.mean."
+_NUMPY = "NumPy cannot compute with traced arrays. Use jax.numpy, as jnp.mean for np.mean."
 
 _LARGE_NUMPY = """\
 {fn} computes with NumPy on {names}. A NumPy array of more than 64 KiB that a step captures is an input of \
 the compiled program, so it has no numbers while the step is traced.
-Use jax.numpy in its place, as jnp.linalg.norm for np.linalg.norm; or compute what NumPy is needed for \
-before the step.
+Use jax.numpy instead, as jnp.linalg.norm for np.linalg.norm; or do what NumPy is needed for before the step.
 JAX says: {reason}"""
 
 
 _UNSEEN = """\
 {fn} uses a variable, a module or an array of the strategy that it neither got as an argument nor \
-captured in a way that run could see, so it would go stale.
+captured in a way that run could see, so it would become stale.
 Pass the object in args: strategy.run(step, args=(model, x)); or let the step reach it through its \
 closure, a global, self, or an attribute, list or dict of one of these.
 Below: {reason}"""
@@ -112,9 +111,9 @@ Leave ordered=True out, jax.debug.print("{{}}", value), or run the step under a 
 
 
 _DIVIDED = """\
-{fn} says over which devices an array is divided, but run has divided the batch and the state already: the \
-step is that of one replica.
-Leave with_sharding_constraint, shard_map, device_put to a mesh and set_mesh out. A replica is divided by \
+{fn} shards an array over devices, but run has sharded the batch and the state already: the step is that of \
+one replica.
+Leave out with_sharding_constraint, shard_map, device_put to a mesh and set_mesh. To shard a replica, use \
 dj.ModelParallelStrategy, under which a step may name the axis 'model' of strategy.mesh.
 JAX says: {reason}"""
 
@@ -125,35 +124,35 @@ Write error, result = checkify.checkify(f)(x) in the step, return the error, and
 for error in strategy.experimental_local_results(error): error.throw()."""
 
 
-# JAX's words for what it cannot compile on several devices; the second where the step has no inputs.
+# Messages of JAX for what it cannot compile on several devices; "GlobalToLocalShape" if a step has no inputs.
 _NOT_COMPILED = {
     r"ordered effects are not supported|GlobalToLocalShape": _ORDERED,
     r"checkify\.check which was not": _UNWRAPPED,
 }
 
-# JAX's words for meshes, shardings and axes that do not fit those inside run.
+# Messages of JAX for meshes, shardings and axes that do not fit those inside run.
 _OF_MESHES = re.compile(
     r"manual axes|Auto axes|of type Auto|mesh passed to shard_map|found in mesh|size of the mesh"
     r"|mesh\.axis_names|`set_mesh` can only|implies that array axis|inside jit with device ids"
 )
 
-# Flax's and JAX's words for an object, or an array on the mesh, from outside of the trace.
-_OUT_OF_SIGHT = ("different trace level", "should match the mesh of sharding")
+# Messages of Flax and JAX for an object, or an array on the mesh, from outside of the trace.
+_FROM_OUTSIDE = ("different trace level", "should match the mesh of sharding")
 
 
-# JAX's and Python's words for a value that is not known: of a slice, an axis, a format, a key of a dict.
+# Messages of JAX and Python for a value that is not known: of a slice, an axis, a format, a dict key.
 _NEEDED = re.compile(
     r"concrete values|static (start|integers)|hashable.*Tracer|Tracer(\.__format__| is not JSON)"
     r"|(number|integer|an int)\b.*Tracer|'(list|tuple|str)' and '\w+Tracer"
 )
 
 
-# PyTorch's words, of functions in C, for what is not one of its tensors.
+# Messages of PyTorch's C functions for an argument that is not a tensor.
 _NO_TENSOR = re.compile(r"Tensor\b.*\w+Tracer\b|\w+Tracer\b.*Tensor\b|\(got \w+Tracer", re.DOTALL)
 
 
-# JAX's and Python's words for what others take, and arrays and modules do not, and what to type.
-_OF_TENSORS = {
+# Messages for arguments that tensors and layers of other frameworks take, and what to write instead.
+_TENSOR_HABITS = {
     r"keyword argument 'training'": "A module of Flax has modes: model.train() and model.eval().",
     r"keyword argument '(dim|keepdim)'": "JAX's arrays take axis and keepdims.",
     r"'int' object is not callable": "The size of an array is an int: x.shape[0] for x.size(0).",
@@ -162,22 +161,22 @@ _OF_TENSORS = {
 }
 
 
-# JAX's words for an axis name that nothing binds.
+# The message of JAX for an axis name that is not bound.
 _UNBOUND = re.compile(r"[Uu]nbound axis name: (\w+)")
 
 
-# Flax's words for what was done to the object.
-_BY_WORDS = {"extract graph node": _NOT_COPIED, "Cannot mutate": _NOT_WRITTEN}
+# Messages of Flax for what was done to the object.
+_OUTSIDE_USES = {"extract graph node": _NOT_COPIED, "Cannot mutate": _NOT_WRITTEN}
 
 
 def step_name(fn: Any) -> str:
-    """Names a step as Python does."""
+    """Returns the name of a step for messages."""
     return str(getattr(fn, "__qualname__", None) or repr(fn))
 
 
 @contextmanager
-def explained(call: Any) -> Iterator[None]:
-    """Turns JAX's errors about missing values into ours; every other error passes untouched."""
+def explain_errors(call: Any) -> Iterator[None]:
+    """Replaces errors of JAX and Flax by ours, or adds hints as notes."""
     try:
         yield
     except Exception as error:
@@ -212,38 +211,38 @@ def _explanation(call: Any, error: Exception) -> Exception | None:
         return ArgumentError(_NO_AXIS.format(fn=name, axis=axis[1], known=known))
     if isinstance(error, flax.errors.CallCompactUnboundModuleError):
         return ArgumentError(_LINEN.format(fn=name, reason=reason))
-    out_of_sight = isinstance(error, ValueError) and any(part in text for part in _OUT_OF_SIGHT)
-    if out_of_sight or isinstance(error, flax.errors.TraceContextError):
-        message = next((t for part, t in _BY_WORDS.items() if part in text), _UNSEEN)
+    from_outside = isinstance(error, ValueError) and any(part in text for part in _FROM_OUTSIDE)
+    if from_outside or isinstance(error, flax.errors.TraceContextError):
+        message = next((t for part, t in _OUTSIDE_USES.items() if part in text), _UNSEEN)
         return StaleCaptureError(message.format(fn=name, reason=reason))
-    return _of_meshes(name, error)
+    return _mesh_error(name, error)
 
 
-def _of_meshes(step: str, error: Exception) -> Exception | None:
-    """Explains a step that divides arrays itself."""
+def _mesh_error(step: str, error: Exception) -> Exception | None:
+    """Explains a step that shards arrays itself."""
     if not isinstance(error, ValueError) or _OF_MESHES.search(text := str(error)) is None:
         return None
     return ArgumentError(_DIVIDED.format(fn=step, reason=text.partition("\n")[0]))
 
 
 def _array_hint(error: Exception) -> str:
-    """Returns what to type for an attribute or argument that arrays and modules do not have."""
+    """Returns what to write for an attribute or argument that arrays and modules do not have."""
     text = str(error)
     absent = re.search(r"(Tracer)?(?: object)? has no attribute '?(\w+)", text)
     is_module = isinstance(getattr(error, "obj", None), nnx.Module)
     if absent and (absent[1] or is_module):
         instead = ABSENT["dj.Model" if is_module else "jax.Array"].get(absent[2])
         return f"Instead of {absent[2]}: {instead}" if instead else ""
-    return next((hint for words, hint in _OF_TENSORS.items() if re.search(words, text)), "")
+    return next((hint for words, hint in _TENSOR_HABITS.items() if re.search(words, text)), "")
 
 
 def _foreign_caller(error: Exception) -> str:
-    """Returns the framework that a traced array came to, in the calls below the user's last line."""
+    """Returns the framework that a traced array was passed to, in the calls below the user's last line."""
     framework = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module, code = str(frame.f_globals.get("__name__")), frame.f_code
         if name := framework_of(module):
-            with suppress(ValueError):  # of a dict whose keys cannot be sorted
+            with suppress(ValueError):  # a dict whose keys cannot be sorted
                 leaves = jax.tree.leaves(list(frame.f_locals.values()))
                 is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
                 framework = framework or name * is_traced
@@ -253,7 +252,7 @@ def _foreign_caller(error: Exception) -> str:
 
 
 def _argument_hints(call: Any, error: Exception) -> Iterator[str]:
-    """Returns what is wrong with args: for another signature, or divided as ``pmap`` wants them."""
+    """Yields what is wrong with args: they do not fit the signature, or are divided as for ``pmap``."""
     args, kwargs = jax.tree.unflatten(call.arguments.treedef, call.arguments.leaves)
     if isinstance(error, TypeError) and not takes(call.fn, *args, **kwargs):
         yield (
@@ -297,15 +296,15 @@ def module_hint(error: Exception) -> str:
 
 
 def _large_numpy(call: Any, error: Exception) -> list[str]:
-    """Names the captured NumPy arrays that are inputs, where NumPy met a traced array."""
+    """Returns the names of the captured NumPy arrays that are inputs, if NumPy got a traced array."""
     if not isinstance(error, _NO_NUMPY):
         return []
-    arrays = zip(call.binding.arrays, call.binding.captured(), strict=True)
+    arrays = zip(call.binding.arrays, call.binding.captured_arrays(), strict=True)
     return [name for (name, *_), array in arrays if isinstance(array, np.ndarray)]
 
 
 @contextmanager
-def compilable(step: str) -> Iterator[None]:
+def explain_compile_errors(step: str) -> Iterator[None]:
     """Explains why a traced step cannot be compiled for several devices."""
     try:
         yield
@@ -313,6 +312,6 @@ def compilable(step: str) -> Iterator[None]:
         messages = (m for words, m in _NOT_COMPILED.items() if re.search(words, str(error)))
         if message := next(messages, ""):
             raise ArgumentError(message.format(fn=step)) from None
-        if explanation := _of_meshes(step, error):
+        if explanation := _mesh_error(step, error):
             raise explanation from None
         raise

@@ -47,7 +47,7 @@ def in_float64(
         program.traced,
         program.plan,
         program.order,
-        call.binding.captured(),
+        call.binding.captured_arrays(),
         _with_inexact_terms if inexact_terms else _exactly,
     )
     where = step.shardings.in_shardings(step.mesh)

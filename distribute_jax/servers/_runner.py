@@ -20,7 +20,7 @@ from distribute_jax._messages import leaf_text
 from distribute_jax._values import PerReplica
 from distribute_jax.program import Replicas, Runner, RunOptions
 from distribute_jax.program._arguments import check_call, is_one_leaf
-from distribute_jax.program._binding import one_at_a_time
+from distribute_jax.program._binding import step_lock
 from distribute_jax.program._cache import Request
 from distribute_jax.program._compare import copied
 from distribute_jax.program._halves import of_replica
@@ -30,7 +30,7 @@ from distribute_jax.program._padding_check import run_checked_for_leaks
 from distribute_jax.program._result_rows import Unknown
 from distribute_jax.program._results import rebuild
 from distribute_jax.program._trace_errors import step_name
-from distribute_jax.program._undo import StepCounts, look
+from distribute_jax.program._undo import StepCounts, check_counts
 from distribute_jax.servers._coordinator import MOST_WAITING, Coordinator, Data, Recording
 from distribute_jax.servers._engine import Engine
 from distribute_jax.servers._input import (
@@ -106,14 +106,14 @@ class ServersRunner(Runner):
         self.coordinator.join()
         return super().steps(fn, iterator, steps, options)
 
-    def look_at_guards(self, behind: int = 0) -> None:
+    def check_skipped_steps(self, delay: int = 0) -> None:
         """Also looks at the closures since the last time, which are over."""
-        super().look_at_guards(behind)
-        if behind:
+        super().check_skipped_steps(delay)
+        if delay:
             return
         guarded, self._guarded = self._guarded, {}
         for guard, closures in guarded.values():
-            look(guard, guard.get_raw_value(), closures)
+            check_counts(guard, guard.get_raw_value(), closures)
 
     def kill(self, kind: str, number: int) -> None:
         """Ends the process of a worker or a server."""
@@ -161,7 +161,7 @@ class ServersRunner(Runner):
                 self._engine = self._start()
         self._engine.check(bound.halves)
         closure = self.coordinator.schedule(bound, data, most, self._shares)
-        for guard in bound.guards:
+        for guard in bound.skip_counts:
             _, closures = self._guarded.get(id(guard), (guard, 0))
             self._guarded[id(guard)] = guard, closures + 1
 
@@ -231,12 +231,12 @@ class ServersRunner(Runner):
 
         Refuses, as ``run``, a step that sees the padding, by running it on a copy of the state.
         """
-        with one_at_a_time:
+        with step_lock:
             entry = self.entry(request)
-            flat = copied(entry.flat_inputs(request.values, request.arguments))
+            flat = copied(entry.flat_inputs(request.roots, request.arguments))
             with self.cache.tracing(request, entry):
                 call = self.cache.call(request, entry.binding)
-                run_checked_for_leaks(call, entry, request.values, flat)
+                run_checked_for_leaks(call, entry, request.roots, flat)
         rows = entry.program.per_example or ()
         for unknown in (x for x in rows if isinstance(x, Unknown)):
             raise ArgumentError(f"{bound.step}: {unknown.text}")

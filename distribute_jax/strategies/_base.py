@@ -285,7 +285,7 @@ class Strategy(InputMethods, ModelMethods, V1Methods):
     def _sync_state(self, variables: Sequence[nnx.Variable[Any]] | None = None) -> None:
         """Writes the state after the dispatched steps back to variables; None waits for all steps first."""
         if variables is None:
-            self._runner.look_at_guards()
+            self._runner.check_skipped_steps()
 
     def _non_batched_results(self, fn: StepFunction, args: tuple[Any, ...]) -> list[str]:
         """Returns the names of results of a step that do not have one row for each example."""

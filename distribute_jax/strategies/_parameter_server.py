@@ -203,7 +203,7 @@ class ParameterServerStrategy(Strategy):
     def _sync_state(self, variables: Sequence[nnx.Variable[Any]] | None = None) -> None:
         if variables is None:
             self._coordinator.join()
-            self._runner.look_at_guards()
+            self._runner.check_skipped_steps()
         else:
             self._coordinator.write_back(variables)
 

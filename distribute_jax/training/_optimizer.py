@@ -23,11 +23,11 @@ from distribute_jax.collectives._markers import unreduced
 from distribute_jax.program._undo import (
     Guard,
     Unconditional,
-    first_of,
-    first_replica_of,
-    if_sound,
-    mark_of,
-    replica_now,
+    cond_if_sound,
+    current_replica,
+    first_flagged_replica,
+    first_marked,
+    one_hot_flag,
 )
 from distribute_jax.strategies import get_strategy
 from distribute_jax.training._objective import variables
@@ -214,7 +214,7 @@ class Optimizer(nnx.Optimizer[Any]):
             )
         leaves, treedef = jax.tree.flatten(grads)
         if self.guard is not None:
-            is_bad, replica = first_replica_of(~_finite(leaves))
+            is_bad, replica = first_flagged_replica(~_finite(leaves))
             self.guard.judge(~is_bad, replica)
         if not (is_local := self.accumulation.is_local):
             leaves = _summed(leaves)[0]
@@ -265,7 +265,7 @@ class Optimizer(nnx.Optimizer[Any]):
         if guard is not None:
             applied = guard.judge(finite, replica)
         parts = [(self, _is_updated), (model, self.wrt)]
-        when(applied, update, parts, jax.lax.cond if guard is None else if_sound)
+        when(applied, update, parts, jax.lax.cond if guard is None else cond_if_sound)
         if self.loss_scale is not None:
             self.loss_scale.adjust(finite)
         return None
@@ -350,18 +350,18 @@ def _summed(grads: Any, *, marked: bool = False) -> tuple[Any, Any]:
 
     Returned is, if they are to be ``marked``, which replica is the first whose gradients are not finite.
     """
-    replica = replica_now()
+    replica = current_replica()
     if replica is None:
         return grads, -1
     leaves, treedef = jax.tree.flatten(grads)
     # What goes with the gradients needs no other collective.
-    marks = [mark_of(replica, ~_finite(leaves), leaves[0].dtype)] if marked else []
+    marks = [one_hot_flag(replica, ~_finite(leaves), leaves[0].dtype)] if marked else []
     if replica.divides_by_share:
         log_once(_DIVIDED_BY_SHARE, replica.num_replicas_in_sync)
     if replica.num_replicas_in_sync > 1:
         leaves = unreduced(leaves)
     sums = replica.all_reduce("sum", [*leaves, *marks])
-    first = first_of(sums[-1])[1] if marked else -1
+    first = first_marked(sums[-1])[1] if marked else -1
     return jax.tree.unflatten(treedef, sums[: len(leaves)]), first
 
 

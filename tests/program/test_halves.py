@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax.program._arguments import take_apart
+from distribute_jax.program._arguments import flatten_arguments
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._halves import Halves, build_halves
 from distribute_jax.program._options import UNVERIFIED
@@ -35,7 +35,7 @@ class Servers:
 
     def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Runs a step; nothing but what the halves say goes from one part to another."""
-        arguments = take_apart(args, {}, self.strategy.mesh)
+        arguments = flatten_arguments(args, {}, self.strategy.mesh)
         binding = Binding(step, arguments)
         if self.halves is None:
             call = Call(step, binding, arguments, self.strategy, self.strategy.mesh)
@@ -391,7 +391,7 @@ def test_two_steps_from_the_same_state_both_count():
     servers.run(step, args=(ONES,))
     (server,), halves = servers.halves.servers, servers.halves
     (state,) = servers.stored
-    arguments = take_apart((ONES,), {}, servers.strategy.mesh)
+    arguments = flatten_arguments((ONES,), {}, servers.strategy.mesh)
     data = halves.data(Binding(step, arguments), arguments)
     pulled = [state[k] for k in halves.pulls]
     for _ in range(3):

@@ -106,8 +106,8 @@ KINDS = ("run", "run_steps", "partial batch")
 
 
 AROUND_THE_PROGRAM = frozenset({
-    "_advance", "execute", "_dispatch", "_done", "store", "_store_nests", "write_raw", "_dispatched",
-    "finished", "_placements", "call_in_c", "last_settings",
+    "_advance", "execute", "_dispatch", "_take_token", "store", "_store_nests", "write_raw",
+    "_note_dispatched", "pop_token", "_placements", "call_in_c", "last_settings",
 })  # fmt: skip
 
 

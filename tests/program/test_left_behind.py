@@ -121,7 +121,9 @@ def test_an_array_that_a_cache_kept_of_an_earlier_trace_is_named(s2: dj.Mirrored
         return x * table(4).sum()
 
     s2.run(step, args=(jnp.ones(2),))
-    with pytest.raises(dj.StaleCaptureError, match=r"before, and have no numbers:\n  int32\[4\]"):
+    with pytest.raises(
+        dj.StaleCaptureError, match=r"earlier trace of it, and have no numbers:\n  int32\[4\]"
+    ):
         s2.run(step, args=(jnp.ones(3),))
 
 
@@ -179,7 +181,7 @@ def test_what_a_step_puts_on_a_module_is_named(s2: dj.MirroredStrategy, kind: st
 
     advice = {
         "sow": r"seen \(Intermediate\) on Net.*return it from the step instead of self\.sow",
-        "layer": r"layer \(Linear\) on Net.*made before, in __init__",
+        "layer": r"layer \(Linear\) on Net.*Create layers and variables before",
         "array": r"seen on Net, an array.*nnx\.Variable\(value\) in __init__",
     }
     with pytest.raises(dj.StaleCaptureError, match=advice[kind]):

@@ -513,7 +513,7 @@ def test_as_many_programs_are_kept_as_the_limit_says(
     s2: dj.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
 ):
     """64 for users; 6 show the same in less time."""
-    monkeypatch.setattr(_cache, "_MOST_PROGRAMS", 6)
+    monkeypatch.setattr(_cache, "_MAX_PROGRAMS", 6)
     with pytest.warns(UserWarning, match="compiled 5 times"):
         for n in range(8):
             s2.run(lambda: n)  # noqa: B023
@@ -875,7 +875,7 @@ def test_debug_nans_names_the_step(s2: dj.MirroredStrategy, donate: bool):
     s2.run(step, args=(2.0,), options=options)
     with jax.debug_nans(True):
         s2.run(step, args=(2.0,), options=options)
-        with pytest.raises(FloatingPointError, match=r"step gave a nan") as caught:
+        with pytest.raises(FloatingPointError, match=r"step computed a nan") as caught:
             s2.run(step, args=(-1.0,), options=options)
     assert "without strategy.run" in str(caught.value)
     if not donate:

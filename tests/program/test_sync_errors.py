@@ -224,9 +224,9 @@ def checked(x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("step", "text"),
     [
-        (constrained, "says over which devices.*ModelParallelStrategy"),
-        (constrained_to_a_mesh, "says over which devices.*ModelParallelStrategy"),
-        (mapped, "says over which devices.*ModelParallelStrategy"),
+        (constrained, "shards an array over devices.*ModelParallelStrategy"),
+        (constrained_to_a_mesh, "shards an array over devices.*ModelParallelStrategy"),
+        (mapped, "shards an array over devices.*ModelParallelStrategy"),
         (checked, "calls checkify.check.*error, result = checkify"),
     ],
 )

@@ -120,5 +120,5 @@ def test_a_returned_nnx_state_stays_sharded(state_last: bool) -> None:
 def test_pmap_refuses_sharded_arguments() -> None:
     strategy = dj.FullyShardedStrategy([0, 1])
     options = dj.RunOptions(lowering="pmap")
-    with pytest.raises(dj.LoweringError, match="keeps all state whole"):
+    with pytest.raises(dj.LoweringError, match="replicates all state"):
         strategy.run(update, args=(strategy.create(state), jnp.asarray(ROWS)), options=options)

@@ -139,5 +139,7 @@ def test_a_sum_of_bools_is_refused_by_name(s4: dj.MirroredStrategy):
         replica = dj.get_replica_context().replica_id_in_sync_group
         state[...] = (state[...].astype(jnp.int32) + replica).astype(bool)
 
-    with pytest.raises(dj.ArgumentError, match=r"state \(MetricState, bool\): .* is a sum.*count"):
+    with pytest.raises(
+        dj.ArgumentError, match=r"state \(MetricState, bool\): .* is the sum.*count"
+    ):
         s4.run(step)

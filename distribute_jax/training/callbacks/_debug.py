@@ -22,7 +22,7 @@ from distribute_jax._user_frames import log_once
 from distribute_jax.collectives._check_in_sync import Hashes, as_bits, heal
 from distribute_jax.processes import is_chief
 from distribute_jax.program import snapshot
-from distribute_jax.program._undo import BEHIND, SKIPPED, Guard, copy_of
+from distribute_jax.program._undo import CHECK_DELAY, SKIPPED, Guard, copy_counts
 from distribute_jax.training._objective import variables
 from distribute_jax.training.callbacks._callback import Callback
 from distribute_jax.training.callbacks._checkpoints import SaveSchedule
@@ -124,7 +124,9 @@ class TerminateOnNaN(Callback):
         self._waiting.clear()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if len(self._waiting) == BEHIND:  # so that the processes of a job end at the same batch
+        if (
+            len(self._waiting) == CHECK_DELAY
+        ):  # so that the processes of a job end at the same batch
             before, finite = self._waiting.popleft()
             if not np.asarray(finite).all():
                 self._end(f"batch {before}")
@@ -198,7 +200,7 @@ class CheckInSync(Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._batches += 1
-        if self._hashes is not None and self._batches >= BEHIND:
+        if self._hashes is not None and self._batches >= CHECK_DELAY:
             self._compare()
         if self._schedule.is_due(self.params["batches"]):
             self._compare()
@@ -346,13 +348,13 @@ class LossSpike(Callback):
             return
         if is_due := self._schedule.is_due(self.params["batches"]):
             self.model.strategy._sync_state()
-        self._late.append(copy_of(self._losses.guard.counts))
-        if not self._went_back(0 if is_due else BEHIND) and is_due:
+        self._late.append(copy_counts(self._losses.guard.counts))
+        if not self._went_back(0 if is_due else CHECK_DELAY) and is_due:
             self._kept = self.model.trainer.copy_state()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self.policy == "rollback":
-            self._late.append(copy_of(self._losses.guard.counts))
+            self._late.append(copy_counts(self._losses.guard.counts))
         self._went_back(0)
         self.spikes = self._losses.guard.skipped
 
