@@ -83,7 +83,7 @@ def replay_step(model: Model, checkpoint: Any, batch: Any, times: int = 2) -> di
     """
     check_int("times", times, 2)
     model.load(checkpoint)
-    return model.trainer.replayed(_args(model.strategy, batch), times)
+    return model.trainer.replay_gradients(_args(model.strategy, batch), times)
 
 
 def _args(strategy: Strategy, batch: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""The batches of an epoch, and a batch as inputs, targets and sample weights."""
+"""The batches of an epoch, and their split into inputs, targets and sample weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from distribute_jax.training._objective import LabelCheck
 
 @dataclass(frozen=True)
 class Keys:
-    """The entries of a dict batch that are its inputs and targets: a name, or a list for a dict of them."""
+    """Which entries of a dict batch are its inputs and targets: a name, or a list for a dict of several."""
 
     x: Any = None
     y: Any = None
@@ -31,7 +31,7 @@ class Keys:
         return self.x is not None or self.y is not None
 
     def arguments(self, batch: Any) -> tuple[Any, ...]:
-        """Returns a batch as the positional arguments of a step: ``(x,)``, ``(x, y)``, …."""
+        """Returns a batch as a step's positional arguments: ``(x,)``, ``(x, y)`` or with weights."""
         if not self:
             return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
         if not isinstance(batch, dict):
@@ -55,7 +55,7 @@ def _entry(batch: dict[Any, Any], key: Any) -> Any:
 
 
 class Batches(Iterator[tuple[Any, ...]]):
-    """The batches of one epoch as arguments of a step, counted, with a look ahead."""
+    """Iterates over the batches of one epoch as arguments of a step; counts them and can peek."""
 
     def __init__(self, dataset: DistributedDataset, keys: Keys | None = None) -> None:
         self.dataset = dataset
@@ -63,14 +63,14 @@ class Batches(Iterator[tuple[Any, ...]]):
         self._dealt_to = dealt_to(dataset)
         self.keys = keys or Keys()
         self.names: list[str] = []
-        """The entries of dict batches without keys."""
+        """The names in dict batches, if no keys were passed."""
         self.count = self.examples = 0
         self._next: list[tuple[Any, ...]] = []
         self._labels: LabelCheck | None = None
 
     def observe_labels(self, labels: LabelCheck) -> None:
-        """Has the labels of every batch looked at while it is on the host."""
-        keys = self.keys  # the thread that reads ahead must not hold the batches
+        """Computes the label range of every batch while it is on the host."""
+        keys = self.keys  # the prefetching thread must not hold a reference to self
 
         def ranges(batch: PyTree) -> Any:
             with suppress(ArgumentError):
@@ -79,7 +79,7 @@ class Batches(Iterator[tuple[Any, ...]]):
         observe(self.iterator, ranges)
 
     def check_labels(self, labels: LabelCheck) -> None:
-        """Checks the labels of the newest batch, and of all after it, where they were on the host."""
+        """Checks the labels of the newest batch and of all later ones, if they were on the host."""
         labels.add(observed(self.iterator) or {}, f" in batch {self.count} of the dataset")
         self._labels = labels
 
@@ -97,14 +97,14 @@ class Batches(Iterator[tuple[Any, ...]]):
         return self._next[0]
 
     def position(self) -> str:
-        """Returns the position of the next batch as text, or what its number depends on."""
+        """Returns the data position of the next batch, or, if there is none, to which replicas it goes."""
         with suppress(ArgumentError):  # the source cannot seek
             if not self._next:
                 return json.dumps(self.iterator.state())
         return self._dealt_to
 
     def resume(self, count: int, position: str) -> None:
-        """Goes on after so many batches, by reading them if there is no position."""
+        """Continues after ``count`` batches; without a ``position`` it reads and drops them."""
         if position.startswith("{"):
             self.iterator.restore(json.loads(position))
             self.count = count
@@ -134,7 +134,7 @@ _END = object()
 
 @contextmanager
 def hint(text: Callable[[Exception], str]) -> Iterator[None]:
-    """Adds a note to an error that the block raises, if there is anything to say."""
+    """Adds a note to an error that the block raises, unless ``text`` returns an empty string."""
     try:
         yield
     except Exception as error:
@@ -143,17 +143,17 @@ def hint(text: Callable[[Exception], str]) -> Iterator[None]:
         raise
 
 
-MISTAKES = (TypeError, ValueError, AttributeError, KeyError)
-"""What a module raises that gets other inputs than it expects."""
+INPUT_ERRORS = (TypeError, ValueError, AttributeError, KeyError)
+"""Errors that a module raises if its inputs are not those that it expects."""
 
 
 def dict_hint(method: str, batches: Batches, error: Exception) -> str:
-    """Returns what to write if batches are dicts, which the module gets as they are."""
-    if not batches.names or not isinstance(error, MISTAKES):
+    """Returns what to write if the module failed on dict batches, which it gets as they are."""
+    if not batches.names or not isinstance(error, INPUT_ERRORS):
         return ""
-    y_key, parts = (
-        ("", 'batch["…"]') if method == "predict" else (", y_key=…", '(batch["…"], batch["…"])')
-    )
+    y_key, parts = ", y_key=…", '(batch["…"], batch["…"])'
+    if method == "predict":
+        y_key, parts = "", 'batch["…"]'
     return (
         f"{method} got batches that are dicts of {', '.join(batches.names)}, and passed each to the module "
         f"as one input, without targets. Say which entry is what, {method}(dataset, x_key=…{y_key}), or "
@@ -162,7 +162,7 @@ def dict_hint(method: str, batches: Batches, error: Exception) -> str:
 
 
 def _real_rows(batch: tuple[Any, ...]) -> int:
-    """Returns the number of real examples of a global batch, known on the host."""
+    """Returns the number of real examples in a global batch, without reading from the devices."""
     for leaf in jax.tree.leaves(batch, is_leaf=lambda leaf: isinstance(leaf, DistributedValues)):
         if isinstance(leaf, PerReplica):
             return sum(leaf.counts) if leaf.counts else int(leaf.global_array.shape[0])
@@ -170,13 +170,13 @@ def _real_rows(batch: tuple[Any, ...]) -> int:
 
 
 def unpack_x_y_sample_weight(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-    """Splits a batch into inputs, targets and sample weights; what it lacks is None.
+    """Splits a batch into inputs, targets and sample weights; those that it lacks are None.
 
     Args:
         batch: a tuple or list ``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``, or the inputs alone.
 
     Raises:
-        ValueError: a tuple of more parts.
+        ValueError: a tuple of more than three parts.
 
     Example:
         >>> import distribute_jax as dj
@@ -197,7 +197,7 @@ def unpack_x_y_sample_weight(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
 
 
 def example_counts(x: PyTree) -> tuple[Any, Any]:
-    """Returns the number of real examples of this replica, and of the global batch."""
+    """Returns the numbers of real examples of this replica and of the global batch."""
     leaves = [leaf for leaf in jax.tree.leaves(x) if getattr(leaf, "ndim", 0)]
     if not leaves:
         raise ArgumentError(

@@ -26,10 +26,10 @@ from distribute_jax.variables import Variable
 
 
 class Setup:
-    """The parts of a compiled model, which its steps read; the arguments are those of ``compile``."""
+    """What ``compile`` decided; its steps read it. The arguments are those of ``compile``."""
 
     class_weight: tuple[tuple[int, float], ...] = ()
-    """Classes and weights, for the ``fit`` that is running."""
+    """Pairs of class and weight during a ``fit`` with ``class_weight``."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class Setup:
         self.objective = Objective(loss, loss_weights)
         self.policy = DTypePolicy(dtype_policy or "float32")
         self.use_ema, self.has_averages = average is not None, False
-        self.optimizer = self._built(module, optimizer, trainable, average, options)
+        self.optimizer = self._build_optimizer(module, optimizer, trainable, average, options)
         self.trained = None if trainable is None else self.optimizer.wrt
         self.tracker = Tracker(self.objective, metrics, weighted_metrics)
-        self.tested = nnx.clone(self.tracker)
+        self.test_tracker = nnx.clone(self.tracker)
 
-    def _built(
+    def _build_optimizer(
         self,
         module: nnx.Module,
         optimizer: Any,
@@ -70,13 +70,13 @@ class Setup:
         average: Any,
         options: dict[str, Any],
     ) -> Optimizer:
-        """Builds an ``Optimizer`` of a transformation or a name, or returns the ``Optimizer`` it got."""
+        """Returns the ``Optimizer`` passed, or makes one from a transformation or a name."""
         if not isinstance(optimizer, nnx.Optimizer):
             tx = keras.optimizer(optimizer)
             return Optimizer(
                 module,
                 tx if average is None else optax.chain(tx, keras.averaging(*average)),
-                wrt=_trained(module, trainable),
+                wrt=_trainable_filter(module, trainable),
                 loss_scale="dynamic" if self.policy.compute_dtype == jnp.float16 else None,
                 **options,
             )
@@ -89,7 +89,7 @@ class Setup:
             refuse(
                 "compile(optimizer) with use_ema", "an optax transformation or a name", optimizer
             )
-        if trainable is not None or options != _OPTIONS:
+        if trainable is not None or options != _DEFAULT_OPTIONS:
             raise ArgumentError(
                 "gradient_accumulation_steps, clip_global_norm, skip_nonfinite and trainable (there wrt) are "
                 "arguments of dj.Optimizer, and compile got a dj.Optimizer."
@@ -97,13 +97,10 @@ class Setup:
         return optimizer
 
     def swap_averages(self, module: nnx.Module, *, averages: bool, keep: bool = False) -> None:
-        """Makes the moving averages the weights of the module, to ``keep`` there, or the weights again."""
-        # Before the first update there is no average.
-        if (
-            self.use_ema
-            and averages is not self.has_averages
-            and np.asarray(self.optimizer.step[...])
-        ):
+        """Swaps the module's weights for their moving averages, or back; with ``keep`` for good."""
+        if not self.use_ema or averages is self.has_averages:
+            return
+        if np.asarray(self.optimizer.step[...]):  # before the first update there is no average
             keras.swap_averages(module, self.optimizer, keep=keep)
             self.has_averages = averages and not keep
 
@@ -116,28 +113,32 @@ class Setup:
             self.class_weight = before
 
 
-_OPTIONS = {"gradient_accumulation_steps": 1, "clip_global_norm": None, "skip_nonfinite": False}
-"""Arguments of ``compile`` that are those of ``Optimizer``, by default."""
+_DEFAULT_OPTIONS = {
+    "gradient_accumulation_steps": 1,
+    "clip_global_norm": None,
+    "skip_nonfinite": False,
+}
+"""Arguments of ``compile`` that are passed on to ``Optimizer``, with their defaults."""
 
 
-def _trained(module: nnx.Module, trainable: Any) -> Any:
-    """Returns a filter of what is trained: all weights, or those that ``trainable`` selects."""
+def _trainable_filter(module: nnx.Module, trainable: Any) -> Any:
+    """Returns a filter of the weights to train: all of them, or those that ``trainable`` selects."""
     has_variables = any(
         isinstance(variable, Variable) and is_trained(path, variable)
         for path, variable in nnx.iter_graph(module)
     )
-    every = is_trained if has_variables else nnx.Param
+    all_weights = is_trained if has_variables else nnx.Param
     if trainable is None:
-        return every
-    name, chosen = "compile(trainable)", trainable
+        return all_weights
+    name, selects = "compile(trainable)", trainable
     if isinstance(trainable, str):
         try:
             search = re.compile(trainable).search
         except re.error as error:
             refuse(name, f"a regular expression ({error})", trainable, error)
-        chosen = lambda path, _: search(".".join(map(str, path))) is not None  # noqa: E731
+        selects = lambda path, _: search(".".join(map(str, path))) is not None  # noqa: E731
     with converting(name, trainable, "a regular expression, or a filter of Flax"):
-        trained = nnx.All(every, chosen)
+        trained = nnx.All(all_weights, selects)
         selected = nnx.to_flat_state(nnx.state(module, trained))
     if not selected:
         names = listed([name for name, _ in weight_variables(module)])
@@ -171,12 +172,12 @@ class DTypePolicy:
 
     @property
     def compute_dtype(self) -> Any:
-        """The dtype of the computation; None where nothing is cast."""
+        """The dtype of the computation; None if nothing is cast."""
         return _COMPUTE[self.name]
 
     @contextmanager
     def computing(self, module: nnx.Module) -> Iterator[None]:
-        """Lets a module compute with its weights in the policy's dtype, for the block."""
+        """Casts a module's weights to the policy's dtype for the block."""
         if self.compute_dtype is None:
             yield
             return
@@ -191,11 +192,11 @@ class DTypePolicy:
                 variable.set_raw_value(value)
 
     def cast_input(self, tree: PyTree) -> PyTree:
-        """Casts inputs to the dtype in which layers compute."""
+        """Casts inputs to the dtype in which the layers compute."""
         return tree if self.compute_dtype is None else jax.tree.map(self._cast, tree)
 
     def cast_output(self, tree: PyTree) -> PyTree:
-        """Casts outputs back, so that the loss is computed in float32."""
+        """Casts outputs back to float32, in which the loss is computed."""
         if self.compute_dtype is None:
             return tree
         return jax.tree.map(

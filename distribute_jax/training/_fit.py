@@ -1,4 +1,4 @@
-"""One call of ``fit``: its data, its epochs, its callbacks."""
+"""One call of ``Model.fit``: distributes the data, runs the epochs and calls the callbacks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Fit:
             data, rest = data.split(self.validation_split)
             validation_data = rest.parts
         strategy = self.model.strategy
-        # The same order in each run of a program.
+        # A fixed seed: a program gives the same numbers each time it runs.
         seed = 0 if self.shuffle and data is not None else None
         self.data = dataset_of(strategy, "fit", data or x, self.batch_size, seed=seed)
         check_ends("fit", self.data, self.steps_per_epoch)
@@ -94,21 +94,21 @@ class Fit:
             "initial_epoch": self.initial_epoch,
             "initial_batch": 0,
         }
-        shown = progress(self.verbose, "fit")
-        self._list = CallbackList([self.callbacks, history, shown], self.model, params)
+        callbacks = [self.callbacks, history, progress(self.verbose, "fit")]
+        self._callbacks = CallbackList(callbacks, self.model, params)
         self.model.stop_training = False
         self.model.history = history
         outer = self.trainer.batches
         try:
-            with self._list, self.trainer.setup.weighing_classes(self.class_weights):
+            with self._callbacks, self.trainer.setup.weighing_classes(self.class_weights):
                 self._train()
         finally:
             self.trainer.batches = outer
-            history.set_model(None)  # the model keeps its history, which must not keep the model
+            history.set_model(None)  # no reference cycle: the model holds its history
         return history
 
     def _train(self) -> None:
-        self._list.call("on_train_begin")
+        self._callbacks.call("on_train_begin")
         first = self._start()
         logs: dict[str, Any] = {}
         if self.initial_epoch >= self.epochs:
@@ -124,22 +124,24 @@ class Fit:
             setup, module = self.trainer.setup, self.trainer.module
             setup.swap_averages(module, averages=False)
             setup.swap_averages(module, averages=True, keep=True)
-        self._list.call("on_train_end", logs)
+        self._callbacks.call("on_train_end", logs)
 
     def _start(self) -> int:
-        """Moves to where the training starts, or goes on after an interruption; returns the epoch."""
-        params = self._list.params
+        """Returns the first epoch; moves to its first batch, or to the next one after an interruption."""
+        params = self._callbacks.params
         epoch, self._done = int(params["initial_epoch"]), int(params["initial_batch"])
         params["batches"] = self._done
         self._batches: Batches | None = None
-        first, count = epoch, self._done
-        if self.steps_per_epoch is not None:  # a pass through the data goes on from epoch to epoch
+        data_pass, count = epoch, self._done
+        if (
+            self.steps_per_epoch is not None
+        ):  # a pass through the data continues from epoch to epoch
             count += (epoch - self.initial_epoch) * self.steps_per_epoch
             passes, count = divmod(count, size := self.data.cardinality or count + 1)
-            if self._done and not count:  # the pass is over, and the epoch is not
+            if self._done and not count:  # the pass has ended, and the epoch has not
                 passes, count = passes - 1, size
-            first = self.initial_epoch + passes
-        start_at(self.data, first)
+            data_pass = self.initial_epoch + passes
+        start_at(self.data, data_pass)
         if count:
             self._batches = Batches(self.data, self.keys)
             self._batches.resume(count, params.get("position") or "")
@@ -147,19 +149,20 @@ class Fit:
 
     def _epoch(self, epoch: int) -> dict[str, Any]:
         steps = self.steps_per_epoch
-        self._list.call("on_epoch_begin", epoch)
+        self._callbacks.call("on_epoch_begin", epoch)
         batches = self._batches
         is_over = batches is None or steps is None or batches.count == self.data.cardinality
         if batches is None or (is_over and not self._done):
             batches = self._batches = Batches(self.data, self.keys)
         self.trainer.batches = batches
         logs: dict[str, Any]
-        done, logs = self.trainer.epoch(batches, limit=steps, callbacks=self._list, done=self._done)
+        done, logs = self.trainer.epoch(
+            batches, limit=steps, callbacks=self._callbacks, done=self._done
+        )
         self._done = 0
         if steps is not None and done < steps and not self.model.stop_training:
-            wanted = steps * (self.epochs - self.initial_epoch)
-            seen = steps * (epoch - self.initial_epoch) + done
-            warn_of_early_end("training", seen, wanted)
+            requested = steps * (self.epochs - self.initial_epoch)
+            warn_of_early_end("training", steps * (epoch - self.initial_epoch) + done, requested)
             self.model.stop_training = True
         freq = self.validation_freq
         is_due = (epoch + 1) % freq == 0 if isinstance(freq, int) else epoch + 1 in freq
@@ -167,15 +170,15 @@ class Fit:
             numbers = self.trainer.evaluate(
                 Batches(self.validation, self.validation_keys),
                 limit=self.validation_steps,
-                callbacks=self._list,
+                callbacks=self._callbacks,
             )
             logs |= {f"val_{name}": value for name, value in numbers.items()}
-        self._list.call("on_epoch_end", epoch, logs)
+        self._callbacks.call("on_epoch_end", epoch, logs)
         return logs
 
 
 def without_keys(keys: Keys, x: Any, y: Any) -> tuple[Any, Any, Keys]:
-    """Returns inputs and targets of a dict of arrays; keys of a dataset are left to its batches."""
+    """Applies the keys to ``x`` if it is a dict of arrays; otherwise they apply to each batch."""
     if not keys:
         return x, y, keys
     if y is not None:
@@ -187,7 +190,7 @@ def without_keys(keys: Keys, x: Any, y: Any) -> tuple[Any, Any, Keys]:
 
 
 def check_ends(method: str, dataset: DistributedDataset, steps: int | None) -> None:
-    """Raises if the dataset is infinite and there is no number of steps."""
+    """Raises if the dataset is infinite and no number of steps was passed."""
     if is_infinite(dataset) and steps is None:
         name = "steps_per_epoch" if method == "fit" else "steps"
         raise ArgumentError(
@@ -213,10 +216,11 @@ def class_weights(weights: Any) -> tuple[tuple[int, float], ...]:
 def validation_dataset(
     strategy: Any, data: Any, batch_size: int | None, keys: Keys
 ) -> DistributedDataset:
+    # A list of tuples is a list of batches.
     is_arrays = isinstance(data, tuple) or (
         isinstance(data, list) and not keys and not isinstance(data[0], tuple)
     )
-    if is_arrays and len(data) in (2, 3):  # of lists, those of tuples are lists of batches
+    if is_arrays and len(data) in (2, 3):
         x, y, weight = (*data, None)[:3]
         arrays = arrays_of("fit(validation_data)", x, y, weight)
         return dataset_of(strategy, "fit(validation_data)", arrays, batch_size)

@@ -1,4 +1,4 @@
-"""Distributes what ``fit``, ``evaluate`` and ``predict`` get; checks where the module is placed."""
+"""Converts and distributes the data passed to ``fit``, ``evaluate`` and ``predict``; checks placement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distribute_jax._messages import PyTree, leaf_text, listed
 from distribute_jax.data import DatasetCreator, DistributedDataset, from_arrays
 from distribute_jax.data.sources._base import on_host
 from distribute_jax.strategies import Strategy
-from distribute_jax.training._batches import MISTAKES
+from distribute_jax.training._batches import INPUT_ERRORS
 from distribute_jax.training._objective import variables
 
 _NUMBERS = (int, float, np.number)
@@ -40,7 +40,7 @@ class Arrays(NamedTuple):
             return int(jax.tree.leaves(self.x)[0].shape[0])
 
     def split(self, fraction: float) -> tuple[Arrays, Arrays]:
-        """Splits the last part off, before any shuffling, as Keras does."""
+        """Splits off the last ``fraction``, before any shuffling, as Keras does."""
         end = int(self.length * (1 - fraction))
         if not 0 < end < self.length:
             raise ArgumentError(
@@ -52,9 +52,10 @@ class Arrays(NamedTuple):
 
 
 def arrays_of(method: str, x: Any, y: Any, weight: Any) -> Arrays | None:
-    """Returns the examples in memory that a method got; None if ``x`` is a dataset.
+    """Returns the arrays that a method got; None if ``x`` is a dataset.
 
-    As in Keras, a list or tuple of equally long arrays is several inputs, and of one array that array.
+    As in Keras, a list or tuple of equally long arrays is several inputs; one of a single array is that
+    array.
     """
     if isinstance(x, (list, tuple)) and len(x) == 1 and _has_rows(x[0]):
         x = x[0]
@@ -74,11 +75,11 @@ def arrays_of(method: str, x: Any, y: Any, weight: Any) -> Arrays | None:
 def dataset_of(
     strategy: Strategy, method: str, data: Any, batch_size: int | None, *, seed: int | None = None
 ) -> DistributedDataset:
-    """Distributes ``Arrays``, batched here and shuffled if there is a seed, or a source of global batches."""
+    """Distributes a source of global batches, or ``Arrays``, which are batched and with a seed shuffled."""
     if isinstance(data, Arrays):
         rows = from_arrays(data.parts)
         shuffled = rows if seed is None else rows.shuffle(seed=seed)
-        # As in Keras.
+        # The default is Keras's.
         size = 32 if batch_size is None else check_int(f"{method}(batch_size)", batch_size)
         return strategy.distribute_dataset(shuffled.batch(size))
     if batch_size is not None:
@@ -98,7 +99,7 @@ def dataset_of(
 
 
 def _is_arrays(x: Any) -> bool:
-    """True for examples in memory, not a dataset: arrays of different lengths in a list are batches."""
+    """True for arrays of examples; False for datasets, such as a list of arrays of different lengths."""
     if isinstance(x, dict):
         return all(_is_arrays(value) for value in x.values())
     return _is_array(x) or _is_numbers(x) or _is_several(x)
@@ -110,12 +111,12 @@ def _is_array(x: Any) -> bool:
 
 
 def _is_numbers(x: Any) -> bool:
-    """True for a list of numbers, or a pytree of such lists; the first of each stands for all."""
+    """True for a possibly nested list of numbers; only the first element of each is checked."""
     return isinstance(x, list) and bool(x) and (isinstance(x[0], _NUMBERS) or _is_numbers(x[0]))
 
 
 def _is_several(x: Any) -> bool:
-    """True for a list or tuple of equally long arrays, which are several inputs."""
+    """True for a list or tuple of equally long arrays, that is, several inputs."""
     return (
         isinstance(x, (list, tuple))
         and len(x) > 1
@@ -129,8 +130,8 @@ def _has_rows(x: Any) -> bool:
 
 
 def several_inputs_hint(method: str, x: Any, y: Any, error: Exception) -> str:
-    """Returns what to write if a list of equally long arrays was meant as targets too, or as batches."""
-    if y is not None or not _is_several(x) or not isinstance(error, MISTAKES):
+    """Returns what to write if a list of equally long arrays was meant as ``[x, y]`` or as batches."""
+    if y is not None or not _is_several(x) or not isinstance(error, INPUT_ERRORS):
         return ""
     with_targets = "" if method == "predict" else f"For inputs and targets call {method}(x, y). "
     return (
@@ -141,7 +142,7 @@ def several_inputs_hint(method: str, x: Any, y: Any, error: Exception) -> str:
 
 
 def check_batch_size(method: str, batch_size: Any) -> None:
-    """Raises where targets came in the place of the batch size."""
+    """Raises if targets were passed in the position of the batch size."""
     if hasattr(batch_size, "shape") or isinstance(batch_size, (list, tuple)):
         raise ArgumentError(
             f"The second argument of {method} is batch_size, an int; got {brief(batch_size)}. It takes no "
@@ -150,7 +151,7 @@ def check_batch_size(method: str, batch_size: Any) -> None:
 
 
 def _as_arrays(method: str, name: str, tree: Any) -> Any:
-    """Returns a tree of arrays; a list of numbers is one array, a list of arrays several."""
+    """Converts the leaves to arrays; a list of numbers is one array, a list of arrays is several."""
     if tree is None:
         return None
     if isinstance(tree, (list, tuple)) and any(map(_has_rows, tree)):
@@ -194,15 +195,15 @@ def check_placed(module: nnx.Module, strategy: Strategy) -> None:
         )
     device = getattr(strategy, "parameter_device", None)
     devices = set(strategy.mesh.devices.flat) if device is None else {device}
-    elsewhere = [
+    misplaced = [
         f"{'.'.join(map(str, path))}: on {', '.join(sorted(map(str, value.sharding.device_set)))}"
         for path, variable in variables(module).items()
         for value in jax.tree.leaves(variable.get_raw_value())
         if isinstance(value, jax.Array) and value.sharding.device_set != devices
     ]
-    if elsewhere:
+    if misplaced:
         raise ArgumentError(
             f"The module passed to dj.Model was not built for {strategy!r}; these arrays are on other "
-            f"devices:\n{listed(elsewhere)}\nBuild it, and the Model, inside the scope: `with "
+            f"devices:\n{listed(misplaced)}\nBuild it, and the Model, inside the scope: `with "
             "strategy.scope(): model = dj.Model(MyModule(rngs=nnx.Rngs(0)))`."
         )

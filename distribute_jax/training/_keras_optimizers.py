@@ -43,10 +43,10 @@ def _scale_by_nadam() -> optax.GradientTransformation:
     @promoting
     def update(gradients: Any, state: Any, params: Any = None) -> Any:
         _, moments = adam.update(gradients, state[0], params)
-        # From 0.47 in the first update to 0.9.
-        now, later = (BETA_1 * (1 - 0.5 * 0.96 ** (moments.count + more)) for more in (0, 1))
-        product = state[1] * now  # of the momenta of all updates
-        m_factor, g_factor = later / (1 - product * later), (1 - now) / (1 - product)
+        # The momentum of this update and of the next; it grows from 0.47 to 0.9.
+        mu, next_mu = (BETA_1 * (1 - 0.5 * 0.96 ** (moments.count + i)) for i in (0, 1))
+        product = state[1] * mu  # of the momenta of all updates
+        m_factor, g_factor = next_mu / (1 - product * next_mu), (1 - mu) / (1 - product)
         correction = 1 - BETA_2**moments.count
         updates = jax.tree.map(
             lambda m, v, g: (m_factor * m + g_factor * g) / (jnp.sqrt(v / correction) + EPSILON),
@@ -62,7 +62,7 @@ def _scale_by_nadam() -> optax.GradientTransformation:
 def adam(
     learning_rate: Any, weight_decay: float = 0.0, nesterov: bool = False
 ) -> optax.GradientTransformation:
-    """Returns Keras's Adam, AdamW, where all weights decay by the rate times a share, or Nadam."""
+    """Returns Keras's Adam, AdamW (with ``weight_decay``) or Nadam (with ``nesterov``)."""
     return optax.chain(
         _scale_by_nadam() if nesterov else _scale_by_adam(),
         optax.add_decayed_weights(weight_decay) if weight_decay else optax.identity(),
@@ -83,18 +83,18 @@ KERAS: Mapping[str, tuple[Callable[..., Any], float, Mapping[str, Any]]] = {
     "lion": (optax.lion, 0.001, {"b1": 0.9, "b2": 0.99, "weight_decay": 0.0}),
     "lamb": (optax.lamb, 0.001, {"eps": 1e-7}),
 }
-"""For each name the function, Keras's learning rate, and other defaults of Keras that differ."""
+"""Keras's name → the function, Keras's learning rate, and Keras's other defaults that differ from optax's."""
 
 
 def optimizer(identifier: Any) -> optax.GradientTransformation:
-    """Returns an optax transformation, of itself or of a name of Keras with Keras's defaults.
+    """Returns the optax transformation of a Keras name, with Keras's defaults, or the one passed.
 
-    The learning rate is part of the state where that can be done, ``state.hyperparams["learning_rate"]``,
+    Where possible the learning rate is part of the state, ``state.hyperparams["learning_rate"]``,
     so that it can be read and set between steps.
 
-    Updates equal Keras's to rounding but for two: adamax, where optax adds epsilon to each gradient
-    rather than to their maximum, which shows below 1e-5; and adafactor, which factors the two longest
-    dims of a weight rather than the last two, and whose rate does not fall after a million steps.
+    Updates equal Keras's to rounding, with two exceptions: adamax, where optax adds epsilon to each
+    gradient rather than to their maximum, which is visible below 1e-5; and adafactor, which factors the two
+    longest dims of a weight rather than the last two, and whose rate does not fall after a million steps.
     """
     if isinstance(identifier, optax.GradientTransformation):
         return with_adjustable_rate(identifier)
@@ -124,9 +124,9 @@ class MovingAverage(NamedTuple):
 
 
 def averaging(momentum: float, overwrite: int | None) -> optax.GradientTransformation:
-    """Returns the end of a chain that keeps Keras's moving average of the weights.
+    """Returns the last part of a chain, which keeps Keras's moving average of the weights.
 
-    It changes updates only where the weights are overwritten by their average, each ``overwrite`` updates.
+    Every ``overwrite`` updates it replaces the weights by their average; otherwise updates pass unchanged.
     """
 
     def start(params: Any) -> Any:
@@ -135,9 +135,9 @@ def averaging(momentum: float, overwrite: int | None) -> optax.GradientTransform
     @promoting
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         count = optax.safe_increment(state.count)
-        kept = jnp.where(count == 1, 0, momentum)  # as Keras starts
+        decay = jnp.where(count == 1, 0, momentum)  # as Keras starts
         average = jax.tree.map(
-            lambda mean, new: (kept * mean + (1 - kept) * new).astype(mean.dtype),
+            lambda mean, new: (decay * mean + (1 - decay) * new).astype(mean.dtype),
             state.moving_average,
             optax.apply_updates(params, updates),
         )
@@ -152,7 +152,7 @@ def averaging(momentum: float, overwrite: int | None) -> optax.GradientTransform
 
 
 def swap_averages(module: nnx.Pytree, optimizer: nnx.Pytree, *, keep: bool = False) -> None:
-    """Swaps the weights and their moving averages, which both are the average if they ``keep`` it."""
+    """Swaps the weights with their moving averages; with ``keep`` both become the averages."""
     weights, name = variables(module), "moving_average"
     for path, average in variables(optimizer).items():
         if name in path:
@@ -163,9 +163,9 @@ def swap_averages(module: nnx.Pytree, optimizer: nnx.Pytree, *, keep: bool = Fal
                 average.set_raw_value(put(old, mean.sharding))
 
 
-# An optax transformation is two functions, and its parts are in their closures. A chain is rebuilt of its
-# parts, but for the one that multiplies by the rate: what is computed stays the same. If a closure is not
-# as expected, as in another version of optax, the transformation is not changed.
+# An optax transformation is two functions whose closures hold its parts. A chain is rebuilt from its parts,
+# except for the one that multiplies by the rate, which computes the same from state. If a closure does not
+# look as expected, as with another version of optax, the transformation stays as it is.
 _CHAIN = "chain.<locals>.update_fn"
 _SCALE = "scale.<locals>.update_fn"
 _DECAY = "add_decayed_weights.<locals>.update_fn"
@@ -173,35 +173,35 @@ _SCHEDULE = "scale_by_schedule.<locals>.update_fn"
 
 
 def with_adjustable_rate(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns a transformation that does the same and keeps its learning rate as state.
+    """Returns an equivalent transformation whose learning rate is part of its state.
 
-    Of the parts of a chain exactly one may multiply by a rate, as in ``optax.adam(1e-3)`` and in
-    ``optax.chain(optax.clip(1.0), optax.adam(schedule))``. Any other transformation is returned as it is.
+    Exactly one part of the chain must multiply by a rate, as in ``optax.adam(1e-3)`` and in
+    ``optax.chain(optax.clip(1.0), optax.adam(schedule))``. Any other transformation is returned unchanged.
     """
     parts = list(_parts(tx.init, tx.update))
-    rates = [(at, rate) for at, part in enumerate(parts) if (rate := _adjustable(part.update))]
+    rates = [(i, rate) for i, part in enumerate(parts) if (rate := _adjustable(part.update))]
     if len(rates) != 1:
         return tx
-    ((at, rate),) = rates
-    if any(_name(part.update) == _DECAY for part in parts[at + 1 :]):
-        return tx  # as in optax.fromage, where it belongs to one rate
-    parts[at] = rate
+    ((i, rate),) = rates
+    if any(_name(part.update) == _DECAY for part in parts[i + 1 :]):
+        return tx  # as in optax.fromage, where decay and update share one rate
+    parts[i] = rate
     return optax.chain(*parts)
 
 
 def _parts(init: Any, update: Any) -> Iterator[optax.GradientTransformationExtraArgs]:
-    """Yields the parts of a chain and of the chains in it, in order."""
-    inside = _closure(update)
-    if _name(update) != _CHAIN or "update_fns" not in inside:
+    """Yields the parts of a chain, and of chains nested in it, in order."""
+    nonlocals = _closure(update)
+    if _name(update) != _CHAIN or "update_fns" not in nonlocals:
         yield optax.GradientTransformationExtraArgs(init, update)
         return
     inits = _closure(init).get("init_fns", ())
-    for one_init, one_update in zip(inits, inside["update_fns"], strict=True):
-        yield from _parts(one_init, one_update)
+    for part_init, part_update in zip(inits, nonlocals["update_fns"], strict=True):
+        yield from _parts(part_init, part_update)
 
 
 def _adjustable(update: Any) -> optax.GradientTransformationExtraArgs | None:
-    """Returns a part that multiplies by a number or a schedule with that rate as state, or None."""
+    """Returns a part that multiplies by a number or schedule, with the rate as state; None for others."""
     update = _inner(update)
     variables, dtype = _closure(update), jnp.result_type(float)
     step, schedule = variables.get("step_size"), variables.get("step_size_fn")

@@ -1,4 +1,4 @@
-"""Metrics of ``compile`` from names, functions and objects."""
+"""The metrics of ``compile``, from names, functions and objects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from distribute_jax.training._objective import Objective, output_name
 
 PerExample = Callable[[Any, Any], jax.Array]
 
-_BY_SHAPE = ("accuracy", "acc")
+_SHAPE_DEPENDENT = ("accuracy", "acc")
 _FORMULAS: Mapping[str, PerExample] = {
     name: partial(top_k if "top_k" in name else accuracy, name)
     for kind in ("categorical_accuracy", "top_k_categorical_accuracy")
@@ -33,20 +33,20 @@ _CLASS_NAMES = {
     for name in (*_FORMULAS, "binary_accuracy")
 }
 """The names of Keras's classes, which strings may also have."""
-_OF_STATE = {"auc": AUC, "precision": Precision, "recall": Recall}
+_STATEFUL = {"auc": AUC, "precision": Precision, "recall": Recall}
 """Names of metrics that are not a mean over the examples."""
-_NAMES = {*_BY_SHAPE, *_FORMULAS, "binary_accuracy", *BY_NAME, *_OF_STATE}
+_NAMES = {*_SHAPE_DEPENDENT, *_FORMULAS, "binary_accuracy", *BY_NAME, *_STATEFUL}
 _CLASSES = {*_CLASS_NAMES, *(cls.__name__ for cls in CLASSES)}
 
 
 def per_example(identifier: Any, loss: Any, y_true: Any, y_pred: Any) -> PerExample:
-    """Returns the function of a metric, with a value for each example.
+    """Returns the function of a metric, which has one value per example.
 
-    ``"accuracy"`` follows the shapes, as in Keras: predictions with one number each are of two classes,
-    labels with a dim less, or with one number each, are class numbers, others are one-hot. If the loss
-    of the same output takes logits, so do its metrics: the threshold of two classes is 0, and a
-    cross-entropy is that of logits; Keras would take both for probabilities. ``"cosine_similarity"`` is
-    positive for vectors that agree, the loss of that name negative, as in Keras.
+    ``"accuracy"`` depends on the shapes, as in Keras: predictions of one number per example are binary;
+    labels with one dim less, or of one number per example, are class numbers; others are one-hot. If the
+    loss of the same output takes logits, so do its metrics: the binary threshold is 0, and a cross-entropy
+    is that of logits; Keras would treat both as probabilities. ``"cosine_similarity"`` is positive for
+    vectors that agree, and the loss of that name negative, as in Keras.
     """
     logits = bool(getattr(loss, "from_logits", False))
     if isinstance(identifier, str):
@@ -58,8 +58,8 @@ def per_example(identifier: Any, loss: Any, y_true: Any, y_pred: Any) -> PerExam
 
 def _from_name(name: str, logits: bool, y_true: Any, y_pred: Any) -> PerExample:
     binary = partial(binary_accuracy, threshold=0.0 if logits else 0.5)
-    if name.lower() in _BY_SHAPE:
-        return _of_shapes(name, binary, y_true, y_pred)
+    if name.lower() in _SHAPE_DEPENDENT:
+        return _accuracy_for_shapes(name, binary, y_true, y_pred)
     formula = _CLASS_NAMES.get(name, name)
     if formula == "binary_accuracy":
         return binary
@@ -80,8 +80,8 @@ def unknown_metric(name: str) -> ArgumentError:
     )
 
 
-def _of_shapes(name: str, binary: PerExample, y_true: Any, y_pred: Any) -> PerExample:
-    """Returns the accuracy for the shapes of labels and predictions, as in Keras."""
+def _accuracy_for_shapes(name: str, binary: PerExample, y_true: Any, y_pred: Any) -> PerExample:
+    """Returns the accuracy that Keras uses for these shapes."""
     true, predicted = getattr(y_true, "shape", None), getattr(y_pred, "shape", None)
     if true is None or predicted is None:
         raise ArgumentError(
@@ -98,7 +98,7 @@ def _of_shapes(name: str, binary: PerExample, y_true: Any, y_pred: Any) -> PerEx
 class FunctionMean(Average):
     """The mean over the examples of a function, or name, of targets and outputs.
 
-    ``"accuracy"`` follows the loss of the same output, which is under ``key`` in the objective.
+    ``key`` selects the loss of the same output in the objective.
     """
 
     def __init__(self, identifier: Any, objective: Objective, key: Any, weighted: bool) -> None:
@@ -116,21 +116,23 @@ class FunctionMean(Average):
 def metric_slots(
     metrics: Any, objective: Objective, weighted: bool
 ) -> Iterator[tuple[Any, str, str, Any]]:
-    """Yields output, prefix, name and metric of each metric that compile got."""
+    """Yields output key, name prefix, name and metric object for each metric of ``compile``."""
     if isinstance(metrics, dict):
-        outputs = [(key, f"{output_name(key)}_", some) for key, some in metrics.items()]
+        outputs = [
+            (key, f"{output_name(key)}_", identifiers) for key, identifiers in metrics.items()
+        ]
     else:
         key = None if objective.is_single else next(iter(objective.losses))
         outputs = [(key, "", [] if metrics is None else metrics)]
-    for key, prefix, some in outputs:
-        for identifier in some if isinstance(some, (list, tuple)) else [some]:
-            name, metric = _named(identifier, objective, key, weighted)
+    for key, prefix, identifiers in outputs:
+        for identifier in identifiers if isinstance(identifiers, (list, tuple)) else [identifiers]:
+            name, metric = _resolve(identifier, objective, key, weighted)
             yield key, prefix, name, metric
 
 
-def _named(metric: Any, objective: Objective, key: Any, weighted: bool) -> tuple[str, Any]:
-    if isinstance(metric, str) and metric.lower() in _OF_STATE:
-        return metric, _OF_STATE[metric.lower()]()
+def _resolve(metric: Any, objective: Objective, key: Any, weighted: bool) -> tuple[str, Any]:
+    if isinstance(metric, str) and metric.lower() in _STATEFUL:
+        return metric, _STATEFUL[metric.lower()]()
     if isinstance(metric, str) and metric.lower() not in _NAMES and metric not in _NAMES | _CLASSES:
         raise unknown_metric(metric)
     if isinstance(metric, nnx.metrics.Metric):

@@ -32,16 +32,16 @@ from distribute_jax.training._objective import as_nnx
 from distribute_jax.training._progress import progress
 from distribute_jax.training._tracker import as_keras
 from distribute_jax.training._trainer import Trainer
-from distribute_jax.training._weights import Stored
+from distribute_jax.training._weights import Stateful
 from distribute_jax.training.callbacks._callback import Callback, CallbackList, History
 
 
-class Model(Stored):
+class Model(Stateful):
     """A Flax module with the methods of ``keras.Model``.
 
-    It runs under the strategy that was current when it was created, with the numbers of a training on one
-    device: gradients, losses and metrics are exact, also those of a partial batch. All methods may be called
-    inside or outside the strategy's scope.
+    It runs under the strategy that was current when it was created, and trains as on one device:
+    gradients, losses and metrics are exact, also for a partial batch. All methods may be called inside or
+    outside the strategy's scope.
 
     Args:
         module: an ``nnx.Module``, or a Linen module with a ``sample_input``.
@@ -51,7 +51,7 @@ class Model(Stored):
     Attributes:
         module: the ``nnx.Module``.
         strategy: the strategy that was current.
-        stop_training: set it in a callback to end ``fit`` after the step.
+        stop_training: set this to True in a callback to end ``fit`` after the step.
 
     Raises:
         ValueError: the module was not built under the strategy.
@@ -71,7 +71,7 @@ class Model(Stored):
     """
 
     _followed_in_steps = ("module",)
-    """Attributes that a step may use of a model that it captures."""
+    """Attributes of a captured model that a step may use."""
 
     if not TYPE_CHECKING:
         __getattr__ = answering("dj.Model")
@@ -82,13 +82,11 @@ class Model(Stored):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuses Keras's way of freezing weights, which would be without effect."""
-        if name == "trainable":
+        if name == "trainable":  # Keras's way of freezing weights, which would have no effect
             raise missing("dj.Model", "'Model' object", name, self)
         super().__setattr__(name, value)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raises for a step that takes another number of arguments; warns of methods of other libraries."""
         super().__init_subclass__(**kwargs)
         _steps.check_methods(cls)
 
@@ -101,8 +99,7 @@ class Model(Stored):
         self._predictor: Trainer | None = None
 
     def __repr__(self) -> str:
-        """Returns the kind of module, its size and where it is trained; never its weights."""
-        weights = nnx.to_flat_state(nnx.state(self.module, self._trained))
+        weights = nnx.to_flat_state(nnx.state(self.module, self._trained_filter))
         count = sum(v[...].size for _, v in weights)
         kind, compiled = type(self.module).__name__, "" if self._trainer else ", not compiled"
         return f"<Model of {kind}: {count:,} trained parameters under {self.strategy!r}{compiled}>"
@@ -131,36 +128,36 @@ class Model(Stored):
         ema_momentum: float = 0.99,
         ema_overwrite_frequency: int | None = None,
     ) -> None:
-        """Decides how the model is trained.
+        """Configures the training.
 
         Args:
             optimizer: an ``optax.GradientTransformation``, or Keras's name for one, with Keras's
                 default rate.
-            loss: a function with one loss for each example, one of ``dj.losses``, or Keras's name; for
-                several outputs a list or dict of them, as the module's outputs are.
-            metrics: names, functions or metric objects, in a list; in a dict by output.
-            weighted_metrics: likewise, those in which sample weights count.
+            loss: a function that returns one loss per example, one of ``dj.losses``, or Keras's name; for
+                several outputs a list or dict of them, like the module's outputs.
+            metrics: a list of names, functions or metric objects, or a dict of such lists by output.
+            weighted_metrics: likewise, metrics that use the sample weights.
             loss_weights: a number for each of several losses.
             steps_per_execution: batches in one dispatch; ``"auto"`` measures the best number.
             gradient_accumulation_steps: batches whose gradients are averaged for one update.
             clip_global_norm: the norm to which a larger gradient of the global batch is scaled down.
-            dtype_policy: in which precision the module computes, such as ``"mixed_bfloat16"``.
-            verify: ``"first"`` to run the first batch to train on, to evaluate and to predict on one
-                device too, from a copy of the state, and raise if the numbers differ by more than
-                rounding, as those of a module that mixes the examples of a batch; ``"off"`` not to
-                compare a ``train_step`` that is meant to depend on the number of replicas.
+            dtype_policy: the precision in which the module computes, such as ``"mixed_bfloat16"``.
+            verify: ``"first"`` also runs the first batch of training, evaluation and prediction on one
+                device, from a copy of the state, and raises if the numbers differ by more than rounding, as
+                for a module that mixes the examples of a batch; ``"off"`` turns the comparison off for a
+                ``train_step`` that is meant to depend on the number of replicas.
             skip_nonfinite: whether a batch whose gradients are not finite changes nothing; see
                 ``dj.Optimizer``.
-            trainable: which weights are trained, and have state of the optimizer: a regular expression
-                that is searched in their paths, such as ``"^head"``, or a filter of Flax. A frozen
+            trainable: which weights are trained and have optimizer state: a regular expression that is
+                searched in their paths, such as ``"^head"``, or a filter of Flax. A frozen
                 ``nnx.BatchNorm`` uses its running statistics, as in Keras.
             use_ema: whether the optimizer keeps a moving average of the weights, which replaces them at
                 the end of ``fit``; see ``callbacks.SwapEMAWeights``.
-            ema_momentum: the share of the average that an update keeps.
-            ema_overwrite_frequency: after how many updates the average replaces the weights, too.
+            ema_momentum: the weight of the old average in each update.
+            ema_overwrite_frequency: every so many updates the average replaces the weights, too.
 
         Raises:
-            ValueError: an argument that is not one of these; a module built outside of the scope.
+            ValueError: an argument that is not one of these; a module built outside the scope.
         """
         with self.strategy.scope():
             check_placed(self.module, self.strategy)
@@ -183,11 +180,11 @@ class Model(Stored):
         return Trainer(self.strategy, self.module, setup, model, frozenset(overridden))
 
     def train_step(self, batch: PyTree) -> Any:
-        """Trains on one replica's share of a batch; override it for a step of your own.
+        """Trains on one replica's share of a batch; override it to write your own step.
 
         An override is code for one replica, as for ``strategy.run``. It returns a dict of numbers by
-        name, each this replica's part of a value of the global batch: ``fit`` sums the parts, takes what is
-        equal on all replicas as it is, and reports the mean over the steps.
+        name, each this replica's part of a value of the global batch: ``fit`` sums the parts, leaves
+        values that are equal on all replicas as they are, and reports the mean over the steps.
 
         Args:
             batch: ``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``, this replica's share.
@@ -195,10 +192,10 @@ class Model(Stored):
         _steps.train(self.module, self.trainer.setup, batch)
 
     def test_step(self, batch: PyTree) -> Any:
-        """Evaluates one replica's share of a batch; override it for numbers of your own.
+        """Evaluates one replica's share of a batch; override it to report your own numbers.
 
-        What an override returns is as for ``train_step``; ``evaluate`` and the validation of ``fit`` report
-        it. The module is in evaluation mode.
+        An override returns the same as for ``train_step``; ``evaluate`` and the validation of ``fit``
+        report it. The module is in evaluation mode.
 
         Args:
             batch: ``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``, this replica's share.
@@ -206,10 +203,10 @@ class Model(Stored):
         _steps.test(self.module, self.trainer.setup, batch)
 
     def predict_step(self, batch: PyTree) -> Any:
-        """Returns the outputs for one replica's share of a batch; override it for others.
+        """Returns the outputs for one replica's share of a batch; override it to return others.
 
         Args:
-            batch: ``(x,)``, or with targets and weights of a dataset, this replica's share.
+            batch: ``(x,)``, with targets and weights if the dataset has them, this replica's share.
 
         Returns:
             Arrays with one row for each example, in any structure.
@@ -243,31 +240,31 @@ class Model(Stored):
         Args:
             x: arrays of examples, or dicts of them; a list or tuple of equally long arrays is several
                 inputs, which the module gets as a tuple. Or any source of global batches that
-                ``strategy.distribute_dataset`` takes, as a list of ``(x, y)``, or what it returned.
-            y: targets, for arrays. Class numbers that are not classes raise an error: those of the first
-                batch, and of every later one that is made of NumPy arrays.
+                ``strategy.distribute_dataset`` takes, such as a list of ``(x, y)``, or its result.
+            y: targets, for arrays. Labels that are not valid class numbers raise an error, in the first
+                batch and in every later one that consists of NumPy arrays.
             batch_size: examples in a global batch, for arrays; 32 by default.
-            epochs: the number of the epoch to stop before, counted from 0.
+            epochs: the epoch at which to stop, counted from 0; as many epochs, if ``initial_epoch`` is 0.
             verbose: 0 for silence, 1 for a bar, 2 for a line per epoch.
-            callbacks: ``dj.callbacks`` to call on the way.
+            callbacks: ``dj.callbacks`` to call during training.
             validation_split: the fraction of the arrays, at their end, to validate on.
             validation_data: ``(x, y)`` or ``(x, y, sample_weight)``, or a source of batches.
             shuffle: whether arrays are shuffled in each epoch.
-            class_weight: a dict of how much each class counts in the loss, by its number.
-            sample_weight: how much each example counts in the loss, for arrays.
+            class_weight: a dict from class number to the weight of that class in the loss.
+            sample_weight: the weight of each example in the loss, for arrays.
             initial_epoch: the first epoch, to continue a training.
             steps_per_epoch: batches in an epoch; None for all that the data has.
             validation_steps: batches of a validation; None for all.
             validation_batch_size: examples in a batch of validation arrays.
-            validation_freq: validate every so many epochs, or after those listed, from 1.
-            x_key: the entry of dict batches that is the input; a list of names is a dict of them.
+            validation_freq: validate every so many epochs, or after those listed, counted from 1.
+            x_key: the entry of dict batches that is the input; a list of names makes a dict of them.
             y_key: likewise, the entry that is the target.
 
         Returns:
             A ``History`` with the numbers of every epoch: ``history.history["loss"]`` and so on.
 
         Raises:
-            ValueError: data or arguments that do not fit.
+            ValueError: invalid data or arguments.
         """
         fit = Fit(
             self, x, y, batch_size, epochs, verbose, callbacks, validation_split, validation_data, shuffle,
@@ -302,18 +299,18 @@ class Model(Stored):
             y: targets, for arrays.
             batch_size: examples in a global batch, for arrays; 32 by default.
             verbose: 0 for silence, otherwise a bar or a line.
-            sample_weight: how much each example counts, for arrays.
+            sample_weight: the weight of each example, for arrays.
             steps: how many batches; None for all.
-            callbacks: ``dj.callbacks`` to call on the way.
+            callbacks: ``dj.callbacks`` to call during evaluation.
             return_dict: whether to return a dict by name.
             x_key: as for ``fit``.
             y_key: as for ``fit``.
 
         Returns:
-            The loss; a list, the loss first, where there are metrics; or a dict.
+            The loss; with metrics a list, the loss first; or a dict.
 
         Raises:
-            ValueError: data or arguments that do not fit.
+            ValueError: invalid data or arguments.
         """
         with self._running(
             self.trainer, "evaluate", (x, y, sample_weight), Keys(x_key, y_key),
@@ -335,18 +332,18 @@ class Model(Stored):
         """Computes the outputs for every example, in order, in evaluation mode.
 
         Args:
-            x: as for ``fit``; targets and weights of a dataset are left out.
+            x: as for ``fit``; targets and weights of a dataset are ignored.
             batch_size: examples in a global batch, for arrays; 32 by default.
             verbose: 0 for silence, otherwise a bar or a line.
             steps: how many batches; None for all.
-            callbacks: ``dj.callbacks`` to call on the way.
+            callbacks: ``dj.callbacks`` to call during prediction.
             x_key: as for ``fit``.
 
         Returns:
             NumPy arrays in the structure of the outputs; None for a dataset without batches.
 
         Raises:
-            ValueError: data or arguments that do not fit.
+            ValueError: invalid data or arguments.
         """
         check_batch_size("predict", batch_size)
         if steps is not None:
@@ -370,8 +367,8 @@ class Model(Stored):
         Args:
             x: arrays of the examples of one global batch.
             y: targets.
-            sample_weight: how much each example counts.
-            class_weight: a dict of how much each class counts, by its number.
+            sample_weight: the weight of each example.
+            class_weight: a dict from class number to the weight of that class.
             return_dict: whether to return a dict by name.
         """
         with (
@@ -402,7 +399,7 @@ class Model(Stored):
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the optimizer; it can be set if it is part of the optimizer's state."""
+        """The optimizer's learning rate; it can be set if it is part of the optimizer's state."""
         return self.optimizer.learning_rate  # type: ignore[no-any-return]
 
     @learning_rate.setter
@@ -411,7 +408,7 @@ class Model(Stored):
 
     @property
     def trainer(self) -> Trainer:
-        """What ``compile`` made."""
+        """The compiled training loop."""
         if self._trainer is None:
             raise ContextError(
                 "This model was not compiled yet. Call model.compile(optimizer, loss) first."
@@ -419,7 +416,7 @@ class Model(Stored):
         return self._trainer
 
     def _predicting_trainer(self) -> Trainer:
-        """Returns what ``compile`` made, or as much as predicting needs."""
+        """Returns ``trainer``, or one that can only predict if the model was not compiled."""
         if self._trainer is not None:
             return self._trainer
         if self._predictor is None:
@@ -434,7 +431,7 @@ class Model(Stored):
             vars(twin).update(vars(self), module=module)
             return twin.predict_step((x,))
 
-        self._predicting_trainer()  # the twin has it too
+        self._predicting_trainer()  # made here, so that the twin shares it
         with _steps.mode(self.module, training=False):
             yield predict
 
@@ -450,7 +447,7 @@ class Model(Stored):
         callbacks: Any = None,
         verbose: int | str = 0,
     ) -> Iterator[dict[str, Any]]:
-        """Yields the arguments by which a trainer goes through data."""
+        """Distributes the data, prepares the callbacks, and yields them as arguments for ``trainer``."""
         x, y, keys = without_keys(keys, *xyw[:2])
         with self.strategy.scope(), hint(partial(several_inputs_hint, method, x, y)):
             arrays = arrays_of(method, x, y, xyw[2])
@@ -458,14 +455,13 @@ class Model(Stored):
             check_ends(method, data, steps)
             with trainer.guard.enter(method):
                 params = {"steps": steps or data.cardinality, "verbose": verbose}
-                every = CallbackList([callbacks, progress(verbose, method)], self, params)
-                with every:
-                    yield {"batches": Batches(data, keys), "limit": steps, "callbacks": every}
+                with CallbackList([callbacks, progress(verbose, method)], self, params) as hooks:
+                    yield {"batches": Batches(data, keys), "limit": steps, "callbacks": hooks}
 
     def _one_batch(
         self, trainer: Trainer, method: str, x: Any, y: Any = None, weight: Any = None
     ) -> AbstractContextManager[dict[str, Any]]:
-        """Returns the arguments by which a trainer runs one batch."""
+        """Returns ``_running`` for a single batch of arrays."""
         arrays = arrays_of(method, x, y, weight)
         if arrays is None:
             raise ArgumentError(

@@ -1,4 +1,4 @@
-"""``Optimizer``: sums gradients over the replicas, then updates; accumulation and loss scaling."""
+"""``Optimizer``: sums gradients over the replicas, then updates; gradient accumulation and loss scaling."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ from distribute_jax.variables import Variable, VariableAggregation, VariableSync
 
 
 class Optimizer(nnx.Optimizer[Any]):
-    """An ``nnx.Optimizer`` that behaves as Keras's optimizers do under a strategy.
+    """An ``nnx.Optimizer`` that behaves like Keras's optimizers under a strategy.
 
     ``update`` sums the gradients over the replicas before the optax transformation sees them, so
-    that clipping by the global norm, for example, works on the gradient of the global batch. It equals
-    ``nnx.Optimizer`` with an explicit ``all_reduce("sum", grads)``. The loss is then that of
-    ``dj.compute_average_loss``, divided by the global batch.
+    that clipping by the global norm, for example, uses the gradient of the global batch. It equals
+    ``nnx.Optimizer`` with an explicit ``all_reduce("sum", grads)``. Use ``dj.compute_average_loss`` for the
+    loss, which divides by the size of the global batch.
 
     Args:
         model: the module whose variables are updated.
         tx: an ``optax.GradientTransformation``.
         wrt: which variables, as for ``nnx.Optimizer``.
         gradient_accumulation_steps: how many batches make one update, with the mean of their
-            gradients. Each replica adds up its gradients, which are summed over the replicas once, after
-            the last of these batches; made in the scope of a ``ParameterServerStrategy``, the servers add
-            them up. ``step`` counts updates.
+            gradients. Each replica accumulates its gradients, which are summed over the replicas once, after
+            the last of these batches; in the scope of a ``ParameterServerStrategy`` the servers accumulate
+            them. ``step`` counts updates.
         clip_global_norm: the largest norm of the gradient that ``tx`` sees.
         loss_scale: for float16: ``"dynamic"``, or a fixed factor, by which ``scale_loss`` multiplies.
             An update whose gradients are not finite is skipped, and halves a dynamic scale.
         skip_nonfinite: whether a step whose gradients are not finite, or too large to be squared, is
-            skipped: none of the state that it writes changes, on no replica, the statistics of batch norms
-            and metrics included. A warning is logged with the step and the replica, and ``skipped_steps``
-            counts. With gradients that are accumulated a batch counts as a step, and is left out. Outside
-            of ``run`` the update alone is skipped.
-        max_consecutive: how many steps in a row may be skipped. One more is skipped too, and raises
-            ``StepsSkippedError`` a few steps later, until which nothing changes.
+            skipped: no state that it writes changes, on any replica, including the statistics of batch
+            norms and metrics. A warning is logged with the step and the replica, and ``skipped_steps``
+            counts. With gradient accumulation each batch counts as a step. Outside ``run`` only the update
+            is skipped.
+        max_consecutive: how many steps in a row may be skipped. If more are, nothing changes any more, and
+            ``StepsSkippedError`` is raised a few steps later.
 
     Raises:
-        ValueError: an option that is not one of these.
+        ValueError: an invalid option.
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp, optax
@@ -87,8 +87,7 @@ class Optimizer(nnx.Optimizer[Any]):
         __getattr__ = answering("dj.Optimizer")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuses Keras's names for what has another name here, which would be without effect."""
-        if name in ("lr", "iterations"):
+        if name in ("lr", "iterations"):  # Keras's names, which would have no effect
             raise missing("dj.Optimizer", "'Optimizer' object", name, self)
         super().__setattr__(name, value)
 
@@ -104,7 +103,7 @@ class Optimizer(nnx.Optimizer[Any]):
         skip_nonfinite: bool = False,
         max_consecutive: int = 20,
     ) -> None:
-        _check(model, tx)
+        _check_arguments(model, tx)
         with converting("dj.Optimizer: wrt", wrt, "a filter of NNX, such as nnx.Param"):
             nnx.state(model, wrt)
         if clip_global_norm is not None:
@@ -124,14 +123,14 @@ class Optimizer(nnx.Optimizer[Any]):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped, by ``skip_nonfinite``."""
+        """How many steps ``skip_nonfinite`` has skipped."""
         return 0 if self.guard is None else self.guard.skipped
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate, where it is part of the state, as in what ``Model.compile`` made.
+        """The learning rate, if it is part of the state, as in optimizers that ``Model.compile`` made.
 
-        Of a schedule it is the one that the last update used.
+        With a schedule it is the rate of the last update.
         """
         return LearningRate(self._rate[...])
 
@@ -145,7 +144,7 @@ class Optimizer(nnx.Optimizer[Any]):
                 "Compile with a number, as optax.adam(1e-3), to set it, or leave out the callback that "
                 "sets it."
             )
-        old = variable.get_raw_value()  # changed on the devices, so that nothing is compiled again
+        old = variable.get_raw_value()  # same dtype and sharding, so nothing is compiled again
         variable.set_raw_value(put(np.asarray(rate, old.dtype), old.sharding))
 
     @property
@@ -183,18 +182,18 @@ class Optimizer(nnx.Optimizer[Any]):
         Args:
             model: the module that was passed to the constructor.
             grads: the gradients of this replica's part of the loss, from ``nnx.grad``.
-            skip_gradients_aggregation: whether the gradients were summed over the replicas already.
-            **kwargs: for optax transformations that take more.
+            skip_gradients_aggregation: whether the gradients are already summed over the replicas.
+            **kwargs: for optax transformations that take more arguments.
 
         Returns:
-            What optax added to the parameters (with newer Flax; None with older, and where an update
-            may be skipped).
+            The updates that optax added to the parameters; None with an older Flax, or if an update may be
+            skipped.
 
         Raises:
-            OutOfSyncError: when the step is traced for several replicas, and the gradients are equal
-                on all of them already, so that summing would make them N times too large.
-            ValueError: gradients that were summed already are to be accumulated; the transformation
-                needs an argument that was not passed.
+            OutOfSyncError: when the step is traced for several replicas and the gradients are already
+                equal on all of them, so that summing would make them N times too large.
+            ValueError: ``skip_gradients_aggregation`` with accumulation; the transformation needs an
+                argument that was not passed.
         """
         if isinstance(grads, nnx.Module) and not isinstance(model, nnx.Module):
             raise ArgumentTypeError(
@@ -205,7 +204,7 @@ class Optimizer(nnx.Optimizer[Any]):
         if self.accumulation is None:
             replica: Any = -1
             if not skip_gradients_aggregation:
-                grads, replica = _summed(grads, marked=self.guard is not None)
+                grads, replica = _sum_over_replicas(grads, find_bad=self.guard is not None)
             return self._apply(model, grads, kwargs, self.guard, replica)
         if skip_gradients_aggregation:
             raise ArgumentError(
@@ -217,14 +216,14 @@ class Optimizer(nnx.Optimizer[Any]):
             is_bad, replica = first_flagged_replica(~_finite(leaves))
             self.guard.judge(~is_bad, replica)
         if not (is_local := self.accumulation.is_local):
-            leaves = _summed(leaves)[0]
+            leaves = _sum_over_replicas(leaves)[0]
         is_last, means = self.accumulation.add(leaves)
         mean = jax.tree.unflatten(treedef, means)
 
         def apply(optimizer: Optimizer, model: Any) -> None:
-            optimizer._apply(model, _summed(mean)[0] if is_local else mean, kwargs)
+            optimizer._apply(model, _sum_over_replicas(mean)[0] if is_local else mean, kwargs)
 
-        return when(is_last, apply, [(self, _is_updated), (model, self.wrt)])
+        return update_if(is_last, apply, [(self, _is_updated), (model, self.wrt)])
 
     def apply_gradients(self, grads: Any, model: Any = None, **kwargs: Any) -> Any:
         """Calls ``update(model, grads)``: Keras's name, without its pairs.
@@ -253,47 +252,47 @@ class Optimizer(nnx.Optimizer[Any]):
         guard: Guard | None = None,
         replica: Any = -1,
     ) -> Any:
-        """Updates from gradients of the global batch, if they are finite."""
+        """Updates from gradients of the global batch, if they are finite or nothing checks it."""
 
         def update(optimizer: Optimizer, model: Any) -> Any:
-            with _fitting(model, grads, self.wrt, kwargs):
+            with _explaining_errors(model, grads, self.wrt, kwargs):
                 return super().update(model, grads, **kwargs)
 
         if self.loss_scale is None and self.guard is None:
             return update(self, model)
-        applied = finite = _finite(jax.tree.leaves(grads))
+        is_applied = is_finite = _finite(jax.tree.leaves(grads))
         if guard is not None:
-            applied = guard.judge(finite, replica)
+            is_applied = guard.judge(is_finite, replica)
         parts = [(self, _is_updated), (model, self.wrt)]
-        when(applied, update, parts, jax.lax.cond if guard is None else cond_if_sound)
+        update_if(is_applied, update, parts, jax.lax.cond if guard is None else cond_if_sound)
         if self.loss_scale is not None:
-            self.loss_scale.adjust(finite)
+            self.loss_scale.adjust(is_finite)
         return None
 
 
 @contextmanager
-def _fitting(model: Any, grads: Any, wrt: Any, kwargs: Any) -> Iterator[None]:
-    """Refuses gradients that are not those of the model, or too few keywords, where an update fails."""
+def _explaining_errors(model: Any, grads: Any, wrt: Any, kwargs: Any) -> Iterator[None]:
+    """Explains an update that failed for a missing keyword or for gradients of another model."""
     try:
         yield
     except (TypeError, ValueError, IndexError, AttributeError) as error:
         name, _, words = str(error).partition("() missing ")
         if isinstance(error, TypeError) and "required keyword-only argument" in words:
             raise ArgumentError(
-                _NEEDS.format(name.split(".")[0], words.partition(": ")[2])
+                _NEEDS_ARGUMENT.format(name.split(".")[0], words.partition(": ")[2])
             ) from error
         with converting("Optimizer.update: keywords", kwargs, "trees whose keys can be sorted"):
             jax.tree.leaves(kwargs)
-        fits = isinstance(error, DistributeError)
+        is_other_error = isinstance(error, DistributeError)
         with suppress(Exception):  # a model that has no state
-            each: list[Any] = list(map(jax.tree.structure, (grads, nnx.state(model, wrt))))
-            fits = fits or each[0] == each[1]
-        if fits:
+            structures: list[Any] = list(map(jax.tree.structure, (grads, nnx.state(model, wrt))))
+            is_other_error = is_other_error or structures[0] == structures[1]
+        if is_other_error:
             raise
         refuse("Optimizer.update: grads", "those of the model, as of nnx.grad", grads, error)
 
 
-_NEEDS = (
+_NEEDS_ARGUMENT = (
     "{} of optax needs {} at each update, and got none. In a step of your own pass what the global batch "
     "has, as optimizer.update(model, grads, value=loss). Model.fit passes none: "
     "optax.lbfgs(learning_rate=0.1, linesearch=None) needs none, and dj.callbacks.ReduceLROnPlateau lowers "
@@ -301,7 +300,7 @@ _NEEDS = (
 )
 
 
-def _check(model: Any, tx: Any) -> None:
+def _check_arguments(model: Any, tx: Any) -> None:
     with converting("dj.Optimizer: model", model, "an nnx.Module"):
         nodes = jax.tree.leaves(model, is_leaf=_is_node)
     if not nodes or not all(map(_is_node, nodes)):
@@ -326,15 +325,15 @@ _NOT_FINITE = "the gradients{of} are not finite"
 
 
 def _finite(leaves: Sequence[jax.Array]) -> jax.Array:
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(_columns(leaf))) for leaf in leaves]))
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(_row_probes(leaf))) for leaf in leaves]))
 
 
-def _columns(leaf: jax.Array) -> jax.Array:
-    """Returns fewer numbers that are finite where those of an array, and their squares, are.
+def _row_probes(leaf: jax.Array) -> jax.Array:
+    """Returns one number per row that is finite if the row's numbers, and their squares, are.
 
-    Squares that are infinite would stay in the second moments of an optimizer, whose weights never change
-    again. Those of float16 would be too soon, so its numbers are judged alone: 0 times infinity is NaN.
-    XLA's matrix product reads an array in a third of the time of its reduction to one bool on a CPU.
+    An infinite square would stay in an optimizer's second moments, and the weight never change again.
+    Squares of float16 overflow too early, so only its numbers are checked: 0 times infinity is NaN. On a CPU
+    XLA's matrix product reads an array in a third of the time that a reduction to one bool takes.
     """
     finfo: Any = jnp.finfo
     largest = float(finfo(leaf.dtype).max)
@@ -345,41 +344,41 @@ def _columns(leaf: jax.Array) -> jax.Array:
     return jnp.full(len(rows), factor, leaf.dtype) @ rows
 
 
-def _summed(grads: Any, *, marked: bool = False) -> tuple[Any, Any]:
-    """Sums gradients over the replicas inside ``run``; elsewhere there is nothing to sum.
+def _sum_over_replicas(grads: Any, *, find_bad: bool = False) -> tuple[Any, Any]:
+    """Sums gradients over the replicas inside ``run``; outside there is nothing to sum.
 
-    Returned is, if they are to be ``marked``, which replica is the first whose gradients are not finite.
+    Also returns, with ``find_bad``, the first replica whose gradients are not finite, else -1.
     """
     replica = current_replica()
     if replica is None:
         return grads, -1
     leaves, treedef = jax.tree.flatten(grads)
-    # What goes with the gradients needs no other collective.
-    marks = [one_hot_flag(replica, ~_finite(leaves), leaves[0].dtype)] if marked else []
+    # Sent with the gradients, the flag needs no extra collective.
+    marks = [one_hot_flag(replica, ~_finite(leaves), leaves[0].dtype)] if find_bad else []
     if replica.divides_by_share:
         log_once(_DIVIDED_BY_SHARE, replica.num_replicas_in_sync)
     if replica.num_replicas_in_sync > 1:
         leaves = unreduced(leaves)
     sums = replica.all_reduce("sum", [*leaves, *marks])
-    first = first_marked(sums[-1])[1] if marked else -1
-    return jax.tree.unflatten(treedef, sums[: len(leaves)]), first
+    first_bad = first_marked(sums[-1])[1] if find_bad else -1
+    return jax.tree.unflatten(treedef, sums[: len(leaves)]), first_bad
 
 
 def _is_updated(path: Any, variable: Any) -> bool:
-    """Filters what an update may change of the optimizer: not the gradients that are added up."""
+    """Filters the optimizer state that an update may change: all but the accumulated gradients."""
     del path
     return not isinstance(variable, PartialGradient) and variable.type is not PartialGradient
 
 
 class LearningRate(float):
-    """A rate that was read, on which Keras's variable has methods."""
+    """A float that answers the methods of Keras's variable with what to write."""
 
     if not TYPE_CHECKING:
         __getattr__ = answering("dj.Model.learning_rate")
 
 
 class UpdateCount(nnx.OptState):
-    """The number of updates, which PyTorch's ``optimizer.step()`` is not."""
+    """The number of updates; calling it, as PyTorch's ``optimizer.step()``, raises."""
 
     if not TYPE_CHECKING:
         __call__ = refusing(
@@ -394,9 +393,9 @@ class PartialGradient(Variable):
 
 
 class Accumulation(nnx.Module):
-    """Adds up gradients of some parameters: this replica's, so that several batches need one reduction.
+    """Accumulates gradients: this replica's, so that several batches need one reduction.
 
-    Workers come and go, so what parameter servers add up are sums of all replicas.
+    On parameter servers, whose workers come and go, it accumulates the sums over all replicas.
     """
 
     def __init__(self, params: Sequence[nnx.Variable[Any]], steps: int) -> None:
@@ -424,19 +423,19 @@ class Accumulation(nnx.Module):
         return is_last, [total / self.steps for total in totals]
 
 
-INITIAL = 2.0**15  # as in Keras
-GROWTH_STEPS = 2000
-"""Updates without overflow after which a dynamic scale doubles, as in Keras."""
+_INITIAL_SCALE = 2.0**15  # as in Keras
+_GROWTH_STEPS = 2000
+"""The number of updates without overflow after which a dynamic scale doubles, as in Keras."""
 
 
 class LossScale(nnx.Module):
-    """The factor of the loss: a fixed one, or ``"dynamic"``, which is halved if a gradient overflows."""
+    """The factor of the loss: fixed, or ``"dynamic"``, which is halved if a gradient overflows."""
 
     def __init__(self, scale: float | str) -> None:
         if scale != "dynamic":
             check_number('loss_scale, if not "dynamic",', scale)
         self.is_dynamic = scale == "dynamic"
-        first = INITIAL if isinstance(scale, str) else scale
+        first = _INITIAL_SCALE if isinstance(scale, str) else scale
         self.scale = Unconditional(jnp.asarray(first, jnp.float32))
         self.good_steps = Unconditional(jnp.zeros((), jnp.int32))
 
@@ -444,7 +443,6 @@ class LossScale(nnx.Module):
         return loss * self.scale[...].astype(loss.dtype)
 
     def divide(self, gradients: Any) -> Any:
-        """Returns the gradients of the loss without the scale."""
         return jax.tree.map(lambda g: g / self.scale[...].astype(g.dtype), gradients)
 
     def adjust(self, finite: jax.Array) -> None:
@@ -452,7 +450,7 @@ class LossScale(nnx.Module):
         if not self.is_dynamic:
             return
         good = jnp.where(finite, self.good_steps[...] + 1, 0)
-        grows = good >= GROWTH_STEPS
+        grows = good >= _GROWTH_STEPS
         scale = self.scale[...]
         self.scale[...] = jnp.where(
             finite, jnp.where(grows, scale * 2, scale), jnp.maximum(scale / 2, 1)
@@ -460,15 +458,16 @@ class LossScale(nnx.Module):
         self.good_steps[...] = jnp.where(grows, 0, good)
 
 
-def when(
+def update_if(
     condition: jax.Array,
     action: Callable[..., Any],
     parts: Sequence[tuple[Any, Any]],
     cond: Callable[..., Any] = jax.lax.cond,
 ) -> None:
-    """Runs ``action``, which changes objects in place, if the condition holds on all replicas.
+    """Runs ``action``, which changes objects in place, if the condition is True.
 
-    ``parts`` holds each object, with a filter for the variables that the action may change.
+    The condition must be equal on all replicas. ``parts`` are pairs of an object and a filter of its
+    variables that the action may change.
     """
     split: list[Any] = [nnx.split(node, of, ...) for node, of in parts]
     olds = [old for _, old, _ in split]

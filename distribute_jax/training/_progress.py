@@ -1,4 +1,4 @@
-"""The progress of ``fit``, ``evaluate`` and ``predict``: a live bar, or plain lines."""
+"""Shows the progress of ``fit``, ``evaluate`` and ``predict``: a live bar, or plain lines."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from distribute_jax.processes import is_chief
 from distribute_jax.training._tracker import Snapshot
 from distribute_jax.training.callbacks._callback import Callback
 
-BETWEEN = 0.1
+REFRESH_SECONDS = 0.1
 """Seconds between two updates of the bar."""
 
 
 def progress(verbose: int | str, method: str) -> list[Callback]:
-    """Returns what shows the progress of ``fit``, ``evaluate`` or ``predict``, on the chief.
+    """Returns the callbacks that show progress, on the chief only.
 
-    ``verbose`` is 0 for nothing, 1 or ``"auto"`` for a bar, 2 for lines; without a terminal or a notebook
-    a bar is lines too.
+    ``verbose`` is 0 for nothing, 1 or ``"auto"`` for a bar, 2 for lines; without a terminal or notebook
+    lines replace the bar.
     """
     check_choice(f"{method}(verbose)", verbose, ("auto", 0, 1, 2))
     if verbose == 0 or not is_chief():
@@ -33,14 +33,12 @@ def progress(verbose: int | str, method: str) -> list[Callback]:
     return [NotebookBar(method) if console.is_jupyter else Bar(method, console)]
 
 
-class _Pace(NamedTuple):
-    """What had been done at a moment."""
-
+class _Progress(NamedTuple):
     seconds: float
     done: int
     examples: int
     prepared: float
-    """Seconds that went into compiling."""
+    """Seconds spent on compiling."""
 
 
 class Lines(Callback):
@@ -53,13 +51,13 @@ class Lines(Callback):
         self.title = method
         self._in_fit = method == "fit"
         self._compiles = True
-        """Whether nothing was run yet."""
+        """True until the first batch has run."""
         self._steps: int | None = None
         self._begin()
 
     def _begin(self) -> None:
-        self._start = self._now = _Pace(time.perf_counter(), 0, 0, self._prepared())
-        self._is_timed = True
+        self._start = self._now = _Progress(time.perf_counter(), 0, 0, self._prepared())
+        self._clock_runs = True
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.title = f"Epoch {epoch + 1}/{self.params['epochs']}"
@@ -100,17 +98,17 @@ class Lines(Callback):
     def _count(self, batch: int, kind: str | None) -> None:
         del kind
         examples = self.params["examples"]
-        self._now = _Pace(time.perf_counter(), batch + 1, examples, self._prepared())
+        self._now = _Progress(time.perf_counter(), batch + 1, examples, self._prepared())
         self._compiles = False
 
     def speed(self) -> list[str]:
-        """Returns the pace, without what was compiled; empty after a first batch alone."""
+        """Returns time per step and examples per second, without compilation; nothing if unknown."""
         start, now = self._start, self._now
         seconds = now.seconds - start.seconds - (now.prepared - start.prepared)
         if seconds <= 0 or not now.done:
             return []
         return [
-            f"{_short_time(seconds / now.done)}/step",
+            f"{_format_seconds(seconds / now.done)}/step",
             f"{now.examples / seconds:,.0f} examples/s",
         ]
 
@@ -118,23 +116,23 @@ class Lines(Callback):
         return 0.0 if self.model is None else self.model._predicting_trainer().clock.seconds
 
     def _stop_clock(self) -> None:
-        if self._is_timed:
+        if self._clock_runs:
             self._now = self._now._replace(seconds=time.perf_counter())
-            self._is_timed = False
+            self._clock_runs = False
 
     def _end(self, logs: dict[str, Any] | None) -> None:
         self._stop_clock()
         done = self._now.done
         batches = f"{done} batch{'' if done == 1 else 'es'}"
         seconds = f"{self._now.seconds - self._start.seconds:.1f} s"
-        self._print([self.title, batches, seconds, *self.speed(), *numbers(logs)])
+        self._print([self.title, batches, seconds, *self.speed(), *format_scalars(logs)])
 
     def _print(self, parts: list[str]) -> None:
         print(" - ".join(parts), flush=True)
 
 
 class Bar(Lines):
-    """Draws a bar while batches are processed, and leaves the line of each epoch above it.
+    """Draws a bar while batches are processed, and leaves one line per epoch above it.
 
     It never waits for a step: it shows the newest numbers that the devices have computed.
     """
@@ -147,7 +145,7 @@ class Bar(Lines):
     def _begin(self) -> None:
         super()._begin()
         self._snapshot: Snapshot | None = None
-        self._shown: list[str] = []
+        self._metrics: list[str] = []
         self._updated = 0.0
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -170,7 +168,7 @@ class Bar(Lines):
 
     def _is_due(self) -> bool:
         now = time.perf_counter()
-        if now - self._updated < BETWEEN:
+        if now - self._updated < REFRESH_SECONDS:
             return False
         self._updated = now
         return True
@@ -180,17 +178,17 @@ class Bar(Lines):
         if not self._is_due():
             return
         if self._snapshot is not None and self._snapshot.is_ready:
-            self._shown, self._snapshot = numbers(self._snapshot.logs()), None
+            self._metrics, self._snapshot = format_scalars(self._snapshot.logs()), None
         if self._snapshot is None and kind is not None:
             self._snapshot = self.model.trainer.snapshot(kind)
-        self._draw("", self._now.done, self._steps, [*self.speed(), *self._shown])
+        self._draw("", self._now.done, self._steps, [*self.speed(), *self._metrics])
 
     def _draw_first(self) -> None:
         if self._compiles:
             self._draw("", 0, self._steps, ["compiling…"])
 
     def _draw(self, phase: str, done: int, steps: int | None, texts: list[str]) -> None:
-        facts = {
+        task = {
             "description": " ".join(filter(None, [self.title, phase])),
             "completed": done,
             "total": steps,
@@ -198,10 +196,10 @@ class Bar(Lines):
         }
         if self._bar is None:
             self._bar = _new_bar(self._console)
-            self._task = self._bar.add_task(**facts)
+            self._task = self._bar.add_task(**task)
             self._bar.start()
         else:
-            self._bar.update(self._task, **facts, refresh=True)
+            self._bar.update(self._task, **task, refresh=True)
 
     def _end(self, logs: dict[str, Any] | None) -> None:
         self._release()
@@ -224,11 +222,11 @@ class Bar(Lines):
 
 
 class NotebookBar(Bar):
-    """Draws the bar as text in the output of a notebook's cell, which needs no widgets."""
+    """Draws the bar as text in the output of a notebook cell, without widgets."""
 
     def _draw(self, phase: str, done: int, steps: int | None, texts: list[str]) -> None:
-        full = 20 * done // steps if steps else 0
-        bar = f"{'━' * full}{'╌' * (20 - full)} {done}/{steps or '?'}"
+        filled = 20 * done // steps if steps else 0
+        bar = f"{'━' * filled}{'╌' * (20 - filled)} {done}/{steps or '?'}"
         self._show(" ".join(filter(None, [self.title, phase, bar, " - ".join(texts)])))
 
     def _show(self, text: str) -> None:
@@ -241,28 +239,28 @@ class NotebookBar(Bar):
             self._bar.update(content, raw=True)
 
     def _release(self) -> None:
-        pass  # its text stays
+        pass  # the text stays
 
     def _print(self, parts: list[str]) -> None:
         self._show(" - ".join(parts))
         self._bar = None
 
 
-def numbers(logs: dict[str, Any] | None) -> list[str]:
+def format_scalars(logs: dict[str, Any] | None) -> list[str]:
     """Returns the scalars of logs as text."""
     scalars = {name: float(v) for name, v in (logs or {}).items() if not np.ndim(v)}
-    return [f"{name}: {_short(value)}" for name, value in scalars.items()]
+    return [f"{name}: {_format_number(value)}" for name, value in scalars.items()]
 
 
-def _short(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.4e}"
 
 
-def _short_time(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-_NARROW = 80
+_NARROW_WIDTH = 80
 
 
 def _new_bar(console: Any) -> Any:
@@ -281,14 +279,14 @@ def _new_bar(console: Any) -> Any:
         def render(self, task: Any) -> Text:
             return Text(task.fields["texts"], no_wrap=True, overflow="ellipsis")
 
-    is_wide = console.width >= _NARROW
+    is_wide = console.width >= _NARROW_WIDTH
     columns: list[ProgressColumn] = [
         TextColumn("{task.description}", markup=False),
         BarColumn(20 if is_wide else 8, table_column=Column(no_wrap=True)),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
-        Texts(),  # alone gets narrower where there is little room
+        Texts(),  # the only column that shrinks
     ]
     if is_wide:
         columns.insert(3, TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)))
-    # No thread: the loop draws when it has something new.
+    # No refresh thread: the loop draws when it has something new.
     return Progress(*columns, console=console, auto_refresh=False, transient=True)

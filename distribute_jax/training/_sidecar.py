@@ -1,4 +1,4 @@
-"""``SidecarEvaluator``: evaluates the checkpoints of a training that runs elsewhere."""
+"""``SidecarEvaluator``: evaluates the checkpoints of a training that runs in another process."""
 
 from __future__ import annotations
 
@@ -21,32 +21,30 @@ from distribute_jax.training._fit import check_ends, validation_dataset
 from distribute_jax.training._model import Model
 from distribute_jax.training.callbacks._callback import Callback
 
-_SECONDS = 1.0
-"""Between two looks for a new checkpoint."""
-_PATIENCE = 60
-"""How many of them without a word."""
+_POLL_SECONDS = 1.0
+_POLLS_BEFORE_WARNING = 60
 _LOG = logging.getLogger("distribute_jax")
 
 
 class SidecarEvaluator:
     """Evaluates each new checkpoint of a training that runs in another process.
 
-    A checkpoint is what ``ModelCheckpoint``, ``model.save`` and ``model.save_weights`` write, or a
+    Checkpoints are written by ``ModelCheckpoint``, ``model.save``, ``model.save_weights``, or by a
     ``CheckpointManager`` of a tree with the entry ``"module"``. The newest is the one whose name ends with
-    the largest number, as in ``"ckpt-{epoch}"``; those that came before it meanwhile are left out. One that
-    is not complete or is damaged is passed over, with a warning.
+    the largest number, as in ``"ckpt-{epoch}"``; older ones that appeared meanwhile are skipped. An
+    incomplete or damaged one is skipped with a warning.
 
     Args:
         model: a compiled model of the same structure.
         data: what to evaluate on, as ``validation_data`` of ``fit``.
-        checkpoint_dir: the folder, or the URL of one, in which the checkpoints are.
+        checkpoint_dir: the folder of the checkpoints, or its URL.
         steps: batches of an evaluation; None for all.
         max_evaluations: the evaluator ends after so many evaluations, or after that of a checkpoint whose
             name ends with a dash and this number or a larger one; None for never.
         callbacks: ``dj.callbacks``, as for ``model.evaluate``.
 
     Raises:
-        ValueError: arguments that do not fit.
+        ValueError: invalid arguments.
 
     Example:
         >>> import distribute_jax as dj, numpy as np, optax, tempfile
@@ -84,24 +82,24 @@ class SidecarEvaluator:
         self._directory = directory_of("SidecarEvaluator", checkpoint_dir)
         self._last = -1
         self._warned: set[str] = set()
-        model.trainer  # noqa: B018  raises where the model is not compiled
+        model.trainer  # noqa: B018  raises if the model is not compiled
         with model.strategy.scope():
             self._data = validation_dataset(model.strategy, data, None, Keys())
         check_ends("SidecarEvaluator", self._data, steps)
 
     def start(self) -> None:
-        """Evaluates until ``max_evaluations``, each time on the newest checkpoint that is whole."""
-        evaluations = looks = 0
+        """Evaluates the newest complete checkpoint, again and again, until ``max_evaluations``."""
+        evaluations = polls = 0
         while True:
             if (name := self._load_newest()) is None:
-                time.sleep(_SECONDS)
-                looks += 1
-                if looks == _PATIENCE:
+                time.sleep(_POLL_SECONDS)
+                polls += 1
+                if polls == _POLLS_BEFORE_WARNING:
                     _LOG.warning(
                         "SidecarEvaluator waits for a new checkpoint in %s.", self._directory
                     )
                 continue
-            looks = 0
+            polls = 0
             self.model.evaluate(self._data, steps=self.steps, callbacks=self.callbacks, verbose=2)
             evaluations += 1
             if self.max_evaluations is not None and (
@@ -111,11 +109,12 @@ class SidecarEvaluator:
                 return
 
     def _load_newest(self) -> str | None:
-        """Loads the newest checkpoint that is newer than the last one, and returns its name."""
-        ends = {
-            name: re.fullmatch(r"(?!\.)(?:.*?\D)?(\d+)", name) for name in self._directory.names()
+        """Loads the newest checkpoint since the last one, and returns its name; None if there is none."""
+        numbers = {
+            name: int(match[1])
+            for name in self._directory.names()
+            if (match := re.fullmatch(r"(?!\.)(?:.*?\D)?(\d+)", name))
         }
-        numbers = {name: int(end[1]) for name, end in ends.items() if end}
         newer = [name for name, number in numbers.items() if number > self._last]
         for name in sorted(newer, key=numbers.__getitem__, reverse=True):
             try:
@@ -123,7 +122,7 @@ class SidecarEvaluator:
                     self._load(self._directory.path_of(name))
             except (CheckpointDamagedError, CheckpointFileError) as error:
                 if name not in self._warned:
-                    warnings.warn(f"SidecarEvaluator passes over {name}: {error}", stacklevel=3)
+                    warnings.warn(f"SidecarEvaluator skips {name}: {error}", stacklevel=3)
                 self._warned.add(name)
             else:
                 self._last = numbers[name]

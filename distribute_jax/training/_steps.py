@@ -1,4 +1,4 @@
-"""The train, test and predict steps of a model, each written for one replica; modes of modules."""
+"""The train, test and predict steps of ``Model``, each written for one replica; the mode of modules."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from distribute_jax.program import results_are_parts
 from distribute_jax.strategies import get_replica_context
 from distribute_jax.training._batches import example_counts, unpack_x_y_sample_weight
 from distribute_jax.training._compile import Setup
-from distribute_jax.training._objective import MODES, variables, with_added_losses
+from distribute_jax.training._objective import MODE_KEYWORDS, variables, with_added_losses
 from distribute_jax.training._weights import is_trained
 
 
 def forward(
     module: nnx.Module, setup: Setup, x: PyTree, *, training: bool
 ) -> tuple[PyTree, jax.Array | None]:
-    """Returns the outputs, and this replica's part of what the module's layers add to the loss."""
+    """Returns the outputs, and this replica's part of the losses that the module's layers add."""
     keywords = call_keywords(module, setup.call, training=training)
     with setup.policy.computing(module):
         outputs, added = with_added_losses(module, setup.policy.cast_input(x), keywords)
@@ -38,13 +38,13 @@ def forward(
 
 
 def _gradients(module: nnx.Module, setup: Setup, batch: PyTree) -> Any:
-    """Returns this replica's gradients, and its loss, parts of it, outputs and sample weights."""
+    """Returns this replica's gradients and, as aux, loss, its parts, outputs and sample weights."""
     x, y, sample_weight = unpack_x_y_sample_weight(batch)
     optimizer = setup.optimizer
 
     def loss_fn(module: nnx.Module) -> tuple[jax.Array, tuple[Any, ...]]:
         outputs, added = forward(module, setup, x, training=True)
-        weight = class_weighted(setup.class_weight, y, outputs, sample_weight)
+        weight = apply_class_weights(setup.class_weight, y, outputs, sample_weight)
         parts = setup.objective(y, outputs, weight)
         total = setup.objective.total(parts, added)
         return optimizer.scale_loss(total), (total, parts, outputs, weight)
@@ -61,7 +61,7 @@ def train(module: nnx.Module, setup: Setup, batch: PyTree) -> None:
         tracker.spikes.judge(get_replica_context().all_reduce("sum", total))
     if setup.objective.losses:
         optimizer.update(module, gradients)
-    else:  # a penalty alone has the same gradients on all replicas, which update would refuse to sum
+    else:  # a penalty alone has equal gradients on all replicas, which update would refuse to sum
         summed = get_replica_context().all_reduce("sum", gradients)
         optimizer.update(module, summed, skip_gradients_aggregation=True)
     tracker.update_loss(setup.objective, total, parts, example_counts(x))
@@ -69,7 +69,7 @@ def train(module: nnx.Module, setup: Setup, batch: PyTree) -> None:
 
 
 def replay(module: nnx.Module, setup: Setup, batch: PyTree) -> jax.Array:
-    """Returns hashes of all replicas' gradients, (replicas, leaves, 2); the module is not changed."""
+    """Returns hashes of all replicas' gradients, of shape (replicas, leaves, 2); changes no state."""
     gradients, _ = _gradients(nnx.clone(module), setup, batch)
     hashes = jnp.stack([bit_hash(leaf) for leaf in jax.tree.leaves(gradients)])
     return jnp.asarray(get_replica_context().all_gather(hashes[None], axis=0))
@@ -82,8 +82,8 @@ def test(module: nnx.Module, setup: Setup, batch: PyTree) -> None:
     if setup.objective.losses or added is not None:
         parts = setup.objective(y, outputs, weight)
         total = setup.objective.total(parts, added)
-        setup.tested.update_loss(setup.objective, total, parts, example_counts(x))
-    setup.tested.update_metrics(y, outputs, weight)
+        setup.test_tracker.update_loss(setup.objective, total, parts, example_counts(x))
+    setup.test_tracker.update_metrics(y, outputs, weight)
 
 
 def predict(module: nnx.Module, setup: Setup, batch: PyTree) -> PyTree:
@@ -93,13 +93,13 @@ def predict(module: nnx.Module, setup: Setup, batch: PyTree) -> PyTree:
 
 
 @promoting
-def class_weighted(
+def apply_class_weights(
     weights: tuple[tuple[int, float], ...], y: Any, outputs: Any, sample_weight: Any
 ) -> Any:
-    """Multiplies the sample weights by those of the classes; a class that is not named counts 1.
+    """Multiplies the sample weights by those of the classes; a class that is not listed has weight 1.
 
-    Labels of the outputs' shape are one-hot, as in Keras; with a dim less they are class numbers, one
-    for each example or, in a sequence, for each token.
+    As in Keras, labels of the outputs' shape are one-hot; with one dim less they are class numbers, one
+    per example or, in a sequence, per token.
     """
     if not weights:
         return sample_weight
@@ -122,7 +122,7 @@ def class_weighted(
     return factor * align("class_weight", "sample_weight", array, "labels", factor.shape)
 
 
-_FOREIGN = {
+_NEVER_CALLED = {
     "call": "the forward pass is that of the module: dj.Model(module)",
     "configure_optimizers": "pass the optimizer to compile",
     "forward": "the forward pass is that of the module: dj.Model(module)",
@@ -132,7 +132,7 @@ _FOREIGN = {
 
 
 def check_methods(cls: type) -> None:
-    """Raises for a step of a subclass that takes no batch; warns of methods that are never called."""
+    """Raises if a subclass's step does not take one batch; warns of methods that are never called."""
     for name in ("train_step", "test_step", "predict_step"):
         if name in vars(cls):
             step = vars(cls)[name]
@@ -142,8 +142,8 @@ def check_methods(cls: type) -> None:
                     f"batch. Write def {name}(self, batch), and in it x, y, sample_weight = "
                     "dj.unpack_x_y_sample_weight(batch)."
                 )
-    for name in _FOREIGN.keys() & vars(cls).keys():
-        warn_user(f"{cls.__name__}.{name} is never called: {_FOREIGN[name]}.")
+    for name in _NEVER_CALLED.keys() & vars(cls).keys():
+        warn_user(f"{cls.__name__}.{name} is never called: {_NEVER_CALLED[name]}.")
 
 
 Step: TypeAlias = Callable[..., Any]
@@ -154,22 +154,22 @@ STEPS = {"train": train, "test": test, "predict": predict, "replay": replay}
 def bind_step(
     kind: str, module: nnx.Module, setup: Setup, constants: tuple[Any, ...], model: Any = None
 ) -> Step:
-    """Returns a step of positional arguments for ``run``, of a model if that overrides it.
+    """Returns a step for ``run`` with positional arguments; the model's method if a ``model`` is passed.
 
-    ``constants`` is what it reads of the setup: the user's functions, and numbers. Nothing that the model
-    holds may hold the step.
+    ``constants`` are the user's functions and numbers that the step reads from the setup. The model must
+    not hold a step that holds the model.
     """
-    # ``run`` looks for state in a step's closure, and not inside objects of the library, so all of it is
-    # named there. It holds modules weakly, so the key of a program must not hold the setup either.
-    optimizer, tracker, tested = setup.optimizer, setup.tracker, setup.tested
+    # ``run`` finds state in a step's closure but not inside the library's objects, so the closure names all
+    # of it. Programs hold modules weakly, so their cache keys must not hold the setup either.
+    optimizer, tracker, test_tracker = setup.optimizer, setup.tracker, setup.test_tracker
     step, setup_ref = STEPS[kind], weakref.ref(setup)
 
     def run_step(*batch: Any) -> Any:
-        _ = optimizer, tracker, tested, constants
+        _ = optimizer, tracker, test_tracker, constants
         return step(module, cast("Setup", setup_ref()), batch)
 
     def user_step(*batch: Any) -> Any:
-        _ = module, optimizer, tracker, tested, constants
+        _ = module, optimizer, tracker, test_tracker, constants
         return getattr(model, name)(batch)
 
     bound, name = run_step if model is None else user_step, f"{kind}_step"
@@ -178,8 +178,8 @@ def bind_step(
 
 
 @contextmanager
-def watching(kind: str, module: nnx.Module) -> Iterator[None]:
-    """Looks at the first call of a user's step, of which ``fit`` sums what it returns."""
+def checking_first_call(kind: str, module: nnx.Module) -> Iterator[None]:
+    """Warns if the first call of a user's step changes no weight or returns values that are not parts."""
     weights = variables(module).values()
     before = [weight.get_raw_value() for weight in weights]
     token = results_are_parts.set(True)
@@ -195,26 +195,30 @@ def watching(kind: str, module: nnx.Module) -> Iterator[None]:
         )
 
 
-_SWITCHES = ("deterministic", "use_running_average")
-"""Attributes of Flax's layers that are True in evaluation mode."""
+_MODE_ATTRIBUTES = ("deterministic", "use_running_average")
+"""Attributes of Flax's layers that are True in evaluation mode; the second is that of batch norm."""
 
 
 @contextmanager
 def mode(module: nnx.Module, *, training: bool, trained: Any = None) -> Iterator[None]:
-    """Puts every layer into training or evaluation mode for the block, and restores its mode afterwards.
+    """Puts every layer into training or evaluation mode for the block, then restores its mode.
 
-    Of ``trained``, a filter, a batch norm without weights stays in evaluation mode.
+    A batch norm whose weights the filter ``trained`` does not select stays in evaluation mode.
     """
-    frozen = set() if trained is None else _layers(module, is_trained) - _layers(module, trained)
+    frozen = (
+        set()
+        if trained is None
+        else _layers_with(module, is_trained) - _layers_with(module, trained)
+    )
     before = [
         (path, node, name, getattr(node, name))
         for path, node in nnx.iter_graph(module)
         if isinstance(node, nnx.Module)
-        for name in _SWITCHES
+        for name in _MODE_ATTRIBUTES
         if name in vars(node)
     ]
     for path, node, name, _ in before:
-        setattr(node, name, not training or (name == _SWITCHES[1] and path in frozen))
+        setattr(node, name, not training or (name == _MODE_ATTRIBUTES[1] and path in frozen))
     try:
         yield
     finally:
@@ -222,18 +226,18 @@ def mode(module: nnx.Module, *, training: bool, trained: Any = None) -> Iterator
             setattr(node, name, old)
 
 
-def _layers(module: nnx.Module, of: Any) -> set[Any]:
-    """Returns the paths of the layers that hold variables of a filter."""
+def _layers_with(module: nnx.Module, of: Any) -> set[Any]:
+    """Returns the paths of the layers with variables that a filter selects."""
     return {path[:-1] for path, _ in nnx.to_flat_state(nnx.state(module, of))}
 
 
 def call_keywords(
     module: nnx.Module, call: Callable[..., Any], *, training: bool
 ) -> dict[str, Any]:
-    """Returns the keywords by which a module gets the mode, and a Linen module what it may change."""
+    """Returns the keywords that tell a module its mode, and a Linen module its mutable collections."""
     known = inspect.signature(call).parameters
     keywords: dict[str, Any] = {
-        name: value == training for name, value in MODES.items() if name in known
+        name: value == training for name, value in MODE_KEYWORDS.items() if name in known
     }
     if isinstance(module, nnx.bridge.ToNNX) and training:
         kinds = {
@@ -242,5 +246,5 @@ def call_keywords(
             if not isinstance(variable, (nnx.Param, nnx.RngState))
         }
         collections = map(nnx.variablelib.variable_name_from_type, kinds)
-        keywords["mutable"] = sorted(collections)  # such as batch_stats
+        keywords["mutable"] = sorted(collections)  # e.g. batch_stats
     return keywords

@@ -1,4 +1,4 @@
-"""What a model reports: running loss, metrics and a user's logs; hints about errors in a step."""
+"""The running loss and metrics of a model, and the numbers that a user's step returns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from distribute_jax.metrics import Metric
 from distribute_jax.metrics._metric import keywords, update_with
 from distribute_jax.strategies import Strategy, get_replica_context
 from distribute_jax.training._metric_names import FunctionMean, metric_slots
-from distribute_jax.training._objective import Objective, at, variables, weight_at
+from distribute_jax.training._objective import Objective, select_output, select_weight, variables
 
 
 class LossMean(Metric):
@@ -35,24 +35,23 @@ class LossMean(Metric):
 
     @promoting
     def add(self, part: jax.Array, examples: tuple[Any, Any]) -> None:
-        """Adds this replica's part of a loss; ``examples`` counts those of this replica and of the batch."""
+        """Adds this replica's part of a loss; ``examples`` counts this replica and the batch."""
         local, total = examples
         self.total[...] += (part * total).astype(self.total[...].dtype)
         self.count[...] += local
 
     @promoting
     def compute(self) -> jax.Array:
-        """Returns the mean; NaN if nothing was added."""
-        return self.total[...] / self.count[...]
+        return self.total[...] / self.count[...]  # NaN if nothing was added
 
 
 class Tracker(nnx.Module):
-    """The running loss and metrics of training, or of an evaluation; ``weighted`` ones use sample weights."""
+    """The running loss and metrics of training or evaluation; ``weighted`` metrics use sample weights."""
 
     def __init__(self, objective: Objective, metrics: Any, weighted: Any) -> None:
         self.loss = LossMean()
         self.spikes: Any = nnx.data(None)
-        """The losses with which each one is compared, during a ``fit`` with ``LossSpike``."""
+        """The ``LossWindow`` during a ``fit`` with the callback ``LossSpike``."""
         self.parts = nnx.Dict({name: LossMean() for name in objective.names().values()})
         by_name: dict[str, Any] = {}
         self._keys: dict[str, tuple[Any, bool]] = {}
@@ -63,13 +62,13 @@ class Tracker(nnx.Module):
                         f"compile got one {type(metric).__name__} object twice, which would mix its "
                         "numbers. Make an object for each place."
                     )
-                is_second = is_weighted and prefix + stem in by_name
-                name = _unused(f"{prefix}{'weighted_' * is_second}{stem}", by_name)
+                is_repeated = is_weighted and prefix + stem in by_name
+                name = _unique_name(f"{prefix}{'weighted_' * is_repeated}{stem}", by_name)
                 by_name[name] = metric
                 self._keys[name] = (key, is_weighted)
         self.metrics = nnx.Dict(by_name)
         sharding = self.loss.total.get_raw_value().sharding
-        for variable in variables(self.metrics).values():  # they may be made outside of the scope
+        for variable in variables(self.metrics).values():  # may have been made outside the scope
             variable.set_raw_value(put(variable.get_raw_value(), sharding))
 
     def reset(self) -> None:
@@ -87,97 +86,98 @@ class Tracker(nnx.Module):
         for name, metric in self.metrics.items():
             key, weighted = self._keys[name]
             if key is None:
-                one_y, one_output = y, outputs
+                y_true, y_pred = y, outputs
             else:
-                one_y = None if y is None else at(y, key, "targets", "metric")
-                one_output = at(outputs, key, "outputs", "metric")
-            one_weight = weight_at(weight, key)
+                y_true = None if y is None else select_output(y, key, "targets", "metric")
+                y_pred = select_output(outputs, key, "outputs", "metric")
+            sample_weight = select_weight(weight, key)
             if isinstance(metric, FunctionMean):
-                metric.update_from(one_y, one_output, one_weight)
+                metric.update_from(y_true, y_pred, sample_weight)
             else:
-                _update(name, metric, one_y, one_output, one_weight if weighted else None)
+                sample_weight = sample_weight if weighted else None
+                _update_by_keyword(name, metric, y_true, y_pred, sample_weight)
 
     def compute(self) -> dict[str, Any]:
         """Returns loss and metrics by name, the loss first."""
         loss = {} if self.loss.count[...] == 0 else {"loss": self.loss.compute()}
         parts = {name: part.compute() for name, part in self.parts.items()}
-        return {**loss, **parts, **_flat(self.metrics)}
+        return {**loss, **parts, **_named_values(self.metrics)}
 
 
-def _flat(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of all metrics; of one with several values each has a name."""
+def _named_values(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of all metrics; one with several values has several entries."""
     values: dict[str, Any] = {}
     for name, metric in metrics.items():
         value = metric.compute()
         if hasattr(value, "__dataclass_fields__") and not isinstance(value, jax.Array):
             value = vars(value)
-        several = isinstance(value, dict)
-        values |= {f"{name}_{key}": v for key, v in value.items()} if several else {name: value}
+        is_dict = isinstance(value, dict)
+        values |= {f"{name}_{key}": v for key, v in value.items()} if is_dict else {name: value}
     return values
 
 
-def _unused(name: str, names: Container[str]) -> str:
+def _unique_name(name: str, names: Container[str]) -> str:
     if name in {"loss", "val_loss"}:
         raise ArgumentError(f"compile got a metric named {name!r}, which is the name of the loss.")
     numbered = (f"{name}_{number}" for number in count(1))
-    return next(one for one in chain([name], numbered) if one not in names)
+    return next(candidate for candidate in chain([name], numbered) if candidate not in names)
 
 
-def _update(name: str, metric: Any, y: Any, outputs: Any, weight: Any) -> None:
-    """Updates a metric object by the keywords that it takes, Flax's or Keras's."""
+def _update_by_keyword(name: str, metric: Any, y: Any, outputs: Any, weight: Any) -> None:
+    """Updates a metric object with the keywords that its ``update`` takes, Flax's or Keras's."""
     known = inspect.signature(metric.update).parameters
-    words = keywords(y, outputs)
+    inputs = keywords(y, outputs)
     argname = getattr(metric, "argname", None)
-    if isinstance(argname, str) and argname not in words and "labels" not in known:
+    if isinstance(argname, str) and argname not in inputs and "labels" not in known:
         raise ArgumentError(
             f"The metric {name} ({type(metric).__name__}) reads {argname}=, and fit passes "
-            f'{", ".join(words)}. Make it with one of these, as nnx.metrics.Average("y_pred").'
+            f'{", ".join(inputs)}. Make it with one of these, as nnx.metrics.Average("y_pred").'
         )
-    more: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if weight is not None:
         if "sample_weight" not in known:
             raise ArgumentError(
                 f"The weighted metric {name} ({type(metric).__name__}) has no sample_weight. Use the "
                 "metric of dj.metrics, or pass it as metrics=."
             )
-        more["sample_weight"] = weight
+        options["sample_weight"] = weight
     replica = get_replica_context()
     if "mask" in known and not isinstance(metric, Metric) and replica.is_padded:
-        more["mask"] = _spread(name, metric, words, replica)
-    update_with(metric, words, **more)
+        options["mask"] = _mask_of_values(name, metric, inputs, replica)
+    update_with(metric, inputs, **options)
 
 
-def _spread(name: str, metric: Any, words: Mapping[str, Any], replica: Any) -> jax.Array:
-    """Returns the mask with an entry for each value, since Flax's metrics match dims from the right."""
-    values = words["labels"]
+def _mask_of_values(name: str, metric: Any, inputs: Mapping[str, Any], replica: Any) -> jax.Array:
+    """Returns a mask of the values' shape, since Flax's metrics broadcast from the last dim."""
+    values = inputs["labels"]
     if not isinstance(metric, nnx.metrics.Accuracy):
-        values = words.get(getattr(metric, "argname", ""), values)
+        values = inputs.get(getattr(metric, "argname", ""), values)
     shape = getattr(values, "shape", ())
     mask = real_mask(f"The metric {name}", "values", shape, replica)
     return replica.batch_mask if mask is None else jnp.broadcast_to(mask, shape)
 
 
 @jax.jit
-def copied(values: list[jax.Array]) -> list[jax.Array]:
-    """Copies arrays on the devices, without waiting: the next step takes the memory of the state."""
+def copy_arrays(values: list[jax.Array]) -> list[jax.Array]:
+    """Copies arrays on the devices, without waiting, since the next step is donated the originals."""
     return [jnp.copy(value) for value in values]
 
 
 class Snapshot:
-    """A copy of loss and metrics on the devices; reading waits for the steps before.
+    """A copy of loss and metrics on the devices; reading it waits for the steps before.
 
-    ``returned`` are the numbers of a user's step, which may not have updated loss and metrics.
+    ``returned`` are the numbers of a user's step, which may not update loss and metrics.
     """
 
     def __init__(self, tracker: Tracker, returned: StepLogs | None = None) -> None:
         self._tracker, self._returned = tracker, returned
         with outside_mesh():
-            self._values = copied([_local_copy(v) for v in variables(tracker).values()])
+            self._values = copy_arrays([_local_copy(v) for v in variables(tracker).values()])
         self._logs: dict[str, Any] | None = None
 
     @property
     def is_ready(self) -> bool:
-        returned = [] if self._returned is None else self._returned.waiting
+        returned = [] if self._returned is None else self._returned.pending
         return all(map(_is_computed, [*self._values, *returned]))
 
     def logs(self) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class Snapshot:
                 is_empty = self._returned is not None and not tracker.loss.count[...]
                 with np.errstate(divide="ignore", invalid="ignore"):  # NaN, as on devices
                     computed = {} if is_empty else tracker.compute()
-                self._logs = {name: _plain(value) for name, value in computed.items()}
+                self._logs = {name: _as_python(value) for name, value in computed.items()}
             self._logs |= {} if self._returned is None else self._returned.means()
         return self._logs
 
@@ -200,7 +200,7 @@ def _is_computed(tree: PyTree) -> bool:
 
 
 def _local_copy(variable: Any) -> Any:
-    """Returns the value as one process can copy it, since only the chief may take a snapshot."""
+    """Returns a value that this process can copy alone, since only the chief may take a snapshot."""
     value = variable.get_raw_value()
     if value.is_fully_addressable:
         return value
@@ -214,47 +214,45 @@ def _local_copy(variable: Any) -> Any:
 
 
 def as_keras(logs: dict[str, Any], return_dict: bool) -> Any:
-    """Returns numbers as Keras does: a dict, a list, or the only one."""
+    """Returns logs in Keras's form: a dict, a list, or the only number."""
     if return_dict:
         return logs
     values = list(logs.values())
     return values[0] if len(values) == 1 else values
 
 
-def _plain(value: Any) -> Any:
+def _as_python(value: Any) -> Any:
     array = np.asarray(value)
     return array.item() if array.ndim == 0 else array
 
 
-_UNREAD = 1000
-"""Results that are left on the devices; reading each at once would wait for its step."""
+_MAX_UNREAD = 1000
+"""How many results may stay on the devices; reading one at once would wait for its step."""
 
 
 class StepLogs:
-    """The running means of the numbers that a user's step returns, summed over the replicas."""
+    """Running means of the numbers that a user's step returns, summed over the replicas."""
 
     def __init__(self, strategy: Strategy, kind: str) -> None:
         self.strategy, self._kind = strategy, kind
         self.reset()
 
     def reset(self) -> None:
-        self.waiting: list[Any] = []
+        self.pending: list[Any] = []
         self._sums: dict[str, tuple[float, int]] = {}
 
-    def add(self, returned: Any, examples: int) -> None:
-        """Adds what a dispatch returned, of one step or several."""
-        del examples
-        self.waiting.append(returned)
-        if len(self.waiting) == _UNREAD:
+    def add(self, returned: Any) -> None:
+        """Adds the results of a dispatch, of one step or several."""
+        self.pending.append(returned)
+        if len(self.pending) == _MAX_UNREAD:
             self._read_all()
 
     def copy(self) -> StepLogs:
-        """Returns a copy that gets no more numbers."""
-        ready = list(takewhile(_is_computed, self.waiting))
+        ready = list(takewhile(_is_computed, self.pending))
         self._read(ready)
-        self.waiting = self.waiting[len(ready) :]
+        self.pending = self.pending[len(ready) :]
         new = copy(self)
-        new.waiting, new._sums = list(self.waiting), dict(self._sums)
+        new.pending, new._sums = list(self.pending), dict(self._sums)
         return new
 
     def means(self) -> dict[str, float]:
@@ -263,21 +261,21 @@ class StepLogs:
 
     @property
     def text(self) -> str:
-        """The state as text, for a backup: the names are known after the first step only."""
+        """The state for a checkpoint, as text, because its names are unknown before the first step."""
         self._read_all()
         return json.dumps(self._sums)
 
     @text.setter
     def text(self, text: str) -> None:
-        self.waiting = []
+        self.pending = []
         self._sums = {name: (total, count) for name, (total, count) in json.loads(text).items()}
 
     def _read_all(self) -> None:
-        waiting, self.waiting = self.waiting, []
-        self._read(waiting)
+        pending, self.pending = self.pending, []
+        self._read(pending)
 
-    def _read(self, waiting: list[Any]) -> None:
-        for logs in map(self.strategy._fetch, waiting):
+    def _read(self, pending: list[Any]) -> None:
+        for logs in map(self.strategy._fetch, pending):
             if logs is not None and not isinstance(logs, dict):
                 raise ArgumentError(
                     f"{self._kind}_step returned {type(logs).__name__}. It must return None, or a dict of "
@@ -291,33 +289,33 @@ class StepLogs:
                 self._sums[name] = total + float(steps.sum()), count + steps.size
 
 
-_WITHOUT = (
+_DROP_PARTIAL = (
     "pass dj.data.from_arrays((x, y)).batch(n, drop_remainder=True) in place of arrays, or any data by "
     'strategy.distribute_dataset(data, dj.InputOptions(partial="drop")).'
 )
-_UNEQUAL = (
-    'compile(verify="first") compared the first batch to {what}. A module gives the same on any number of '
-    "replicas if its forward pass takes each example by itself: no mean over dim 0, which is this "
-    'replica\'s share alone; batch norm with axis_name="data". Dropout differs too: verify a module that '
+_NOT_EQUAL = (
+    'compile(verify="first") compared the first batch to {verb}. A module gives the same on any number of '
+    "replicas if its forward pass treats each example separately: no mean over dim 0, which is only this "
+    'replica\'s share; batch norm with axis_name="data". Dropout differs too: verify a module that '
     "was made with rate=0."
 )
-_CURE = """\
-These metrics of compile take padding for examples:
+_LEAKING_METRICS = """\
+These metrics of compile treat padding as examples:
 {names}
 Use that of dj.metrics if there is one, or let its update leave out the rows where \
 dj.get_replica_context().batch_mask is False; it is None for a full batch.
 """
-_MEANT = 'In fit, for a {step} that is meant to differ: compile(..., verify="off").'
-_KINDS = {"train": "train on", "test": "evaluate", "predict": "predict"}
+_VERBS = {"train": "train on", "test": "evaluate", "predict": "predict"}
 
 
-def failure_hint(kind: str, tracker: Tracker, asked: bool, error: Exception) -> str:
-    """Returns what to do about a step that differs from one device, or that depends on the padding."""
+def failure_hint(kind: str, tracker: Tracker, is_requested: bool, error: Exception) -> str:
+    """Returns what to do about a step that differs from one device or depends on the padding."""
     if isinstance(error, NotEqualError):
-        return _UNEQUAL.format(what=_KINDS[kind]) if asked else _MEANT.format(step=f"{kind}_step")
+        if is_requested:
+            return _NOT_EQUAL.format(verb=_VERBS[kind])
+        return f'In fit, for a {kind}_step that is meant to differ: compile(..., verify="off").'
     if not isinstance(error, PaddingLeakError):
         return ""
-    without = f"In fit and evaluate, to leave partial batches out: {_WITHOUT}"
     names = [name for name in tracker.metrics if f".metrics.{name}." in str(error)]
-    cure = _CURE.format(names=listed(names)) if names else ""
-    return cure + without
+    hint = _LEAKING_METRICS.format(names=listed(names)) if names else ""
+    return f"{hint}In fit and evaluate, to leave partial batches out: {_DROP_PARTIAL}"

@@ -1,4 +1,4 @@
-"""The loops behind ``fit``, ``evaluate`` and ``predict``, several batches in one dispatch."""
+"""The loops of ``fit``, ``evaluate`` and ``predict``, with several batches in one dispatch."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from distribute_jax.program import PreparationClock, RunOptions, library_options
 from distribute_jax.strategies import Strategy
 from distribute_jax.training._batches import Batches, dict_hint, hint
 from distribute_jax.training._compile import Setup
-from distribute_jax.training._objective import at, variables
-from distribute_jax.training._steps import Step, bind_step, mode, watching
-from distribute_jax.training._tracker import Snapshot, StepLogs, Tracker, copied, failure_hint
+from distribute_jax.training._objective import select_output, variables
+from distribute_jax.training._steps import Step, bind_step, checking_first_call, mode
+from distribute_jax.training._tracker import Snapshot, StepLogs, Tracker, copy_arrays, failure_hint
 from distribute_jax.training.callbacks._callback import CallbackList
 
 
 @dataclass(eq=False)
 class Trainer:
-    """A module, its strategy and what ``compile`` decided, with the steps made of them."""
+    """Runs the steps of a compiled module under its strategy."""
 
     strategy: Strategy
     module: nnx.Module
@@ -45,39 +45,39 @@ class Trainer:
     overridden: frozenset[str] = frozenset()
     """The names of the steps that it overrides."""
     batches: Batches | None = None
-    """The batches of the ``fit`` that is running."""
+    """The batches of the running ``fit``."""
     _steps: dict[Any, Step] = field(default_factory=dict)
-    _sizes: dict[str, StepsPerExecution] = field(default_factory=dict)
-    _checked: bool = False
-    _labelled: weakref.ref[Any] | None = None
-    """The dataset whose labels were checked last."""
+    _executions: dict[str, StepsPerExecution] = field(default_factory=dict)
+    _outputs_checked: bool = False
+    _label_checked: weakref.ref[Any] | None = None
+    """The dataset whose first labels were checked last."""
     _verified: set[str] = field(default_factory=set)
-    _read: frozenset[str] = frozenset()
-    """The kinds whose numbers were read once, which compiles."""
+    _kinds_read: frozenset[str] = frozenset()
+    """The kinds whose logs were computed before; the first time compiles."""
 
     def __post_init__(self) -> None:
         self.step_logs = {kind: StepLogs(self.strategy, kind) for kind in ("train", "test")}
-        trackers = self.setup.tracker, self.setup.tested
+        trackers = self.setup.tracker, self.setup.test_tracker
         self.clock = PreparationClock(self._wait_for_steps)
         self.guard = ReentrancyGuard(self.strategy, trackers, list(self.step_logs.values()))
 
     def step(self, kind: str, *, of_user: bool = True) -> Step:
         """Returns the step of a kind: ``"train"``, ``"test"``, ``"predict"`` or ``"replay"``.
 
-        It is that ``of_user`` where the model overrides it.
+        With ``of_user`` it is the model's override, if there is one.
         """
         weights = self.setup.class_weight if kind in ("train", "replay") else ()
-        # What a step reads of the setup, where ``run`` does not see that it changed.
+        # What a step reads from the setup, in which ``run`` would not notice a change.
         constants = *self.setup.objective.functions(), weights
         model = self.model() if self.model and of_user and self.overrides(kind) else None
-        if model is not None:  # must not be kept: the step holds the model
+        if model is not None:  # not cached: the step holds the model
             return bind_step(kind, self.module, self.setup, constants, model)
         if (kind, weights) not in self._steps:
             self._steps[kind, weights] = bind_step(kind, self.module, self.setup, constants)
         return self._steps[kind, weights]
 
-    def replayed(self, batch: tuple[Any, ...], times: int = 2) -> dict[str, np.ndarray]:
-        """Computes the gradients of a batch several times; returns their hashes, which must be equal."""
+    def replay_gradients(self, batch: tuple[Any, ...], times: int = 2) -> dict[str, np.ndarray]:
+        """Computes the gradients of a batch several times; raises if the bits differ, else returns hashes."""
         if self.overrides("train"):
             raise ArgumentError("A model that overrides train_step cannot be replayed.")
         with self._training():
@@ -92,44 +92,43 @@ class Trainer:
                 f"replica {r}: {', '.join(names[k] for k in np.flatnonzero(differ[r]))}"
                 for r in np.flatnonzero(differ.any(1))
             ]
-            raise NotEqualError(_REPLAYED.format(times=times, lines=listed(lines)))
+            raise NotEqualError(_NOT_REPRODUCIBLE.format(times=times, lines=listed(lines)))
         return {name: runs[0][:, k] for k, name in enumerate(names)}
 
     def steps_per_execution(self, kind: str) -> StepsPerExecution:
-        """Returns how many batches are in a dispatch; what was measured is kept for later epochs."""
-        if kind not in self._sizes:
+        """Returns the ``StepsPerExecution`` of a kind, which later epochs share."""
+        if kind not in self._executions:
             agree = float if is_local(self.strategy.mesh) else chief_seconds
             steps = 1 if kind == "predict" else self.setup.steps_per_execution
-            self._sizes[kind] = StepsPerExecution(steps, self._wait, agree=agree)
-        return self._sizes[kind]
+            self._executions[kind] = StepsPerExecution(steps, self._wait, agree=agree)
+        return self._executions[kind]
 
     def overrides(self, kind: str) -> bool:
-        """Returns whether the model overrides a step."""
+        """True if the model overrides the step of a kind."""
         return f"{kind}_step" in self.overridden
 
     def tracker(self, kind: str) -> Tracker:
-        """Returns loss and metrics of training, or those of other runs."""
-        return self.setup.tracker if kind == "train" else self.setup.tested
+        return self.setup.tracker if kind == "train" else self.setup.test_tracker
 
     def reset(self, kind: str) -> None:
-        """Begins loss, metrics and what a user's step returned."""
+        """Resets loss, metrics and the logs of a user's step."""
         self.tracker(kind).reset()
         self.step_logs[kind].reset()
 
-    def tracked(self, kind: str) -> Tracker:
-        """Returns loss and metrics of training or of an evaluation, with the newest numbers there are."""
+    def settled_tracker(self, kind: str) -> Tracker:
+        """Returns the tracker with the newest numbers that the strategy has."""
         tracker = self.tracker(kind)
         self.strategy._sync_state(list(variables(tracker).values()))
         if self.strategy._max_pending and not np.asarray(tracker.loss.count.get_raw_value()):
-            self.strategy._sync_state()  # there are no means of no batch
+            self.strategy._sync_state()  # the mean of no batch would be NaN
         return tracker
 
     def _wait(self) -> None:
-        trackers = self.setup.tracker, self.setup.tested
+        trackers = self.setup.tracker, self.setup.test_tracker
         jax.block_until_ready([v.get_raw_value() for t in trackers for v in variables(t).values()])
 
     def _wait_for_steps(self) -> None:
-        with suppress(Exception):  # of a step, which is raised where its results are read
+        with suppress(Exception):  # a step's error is raised where its results are read
             self._wait()
             jax.block_until_ready(jax.tree.leaves(nnx.state(self.module)))
 
@@ -138,8 +137,8 @@ class Trainer:
         self.strategy._sync_state()
         return [snapshot(node) for node in (self.module, self.setup.optimizer)]
 
-    def put_back(self, states: Sequence[Any]) -> None:
-        """Sets that state, of which the next step takes the arrays."""
+    def restore_state(self, states: Sequence[Any]) -> None:
+        """Sets the state from ``copy_state``, whose arrays are donated to the next step."""
         self.strategy._sync_state()
         for node, state in zip((self.module, self.setup.optimizer), states, strict=True):
             nnx.update(node, state)
@@ -147,7 +146,7 @@ class Trainer:
     def epoch(
         self, batches: Batches, *, limit: int | None, callbacks: CallbackList, done: int = 0
     ) -> tuple[int, dict[str, Any]]:
-        """Trains on the batches; returns how many there were, ``done`` before included, and the logs."""
+        """Trains on the batches after the first ``done``; returns how many are done then, and the logs."""
         if not done:
             self.reset("train")
         with hint(partial(dict_hint, "fit", batches)), self._training():
@@ -157,20 +156,20 @@ class Trainer:
         return done, self.logs()
 
     def logs(self, kind: str = "train") -> dict[str, Any]:
-        """Returns loss and metrics so far, and the means of what a user's step returned."""
+        """Returns loss and metrics so far, and the means of the logs of a user's step."""
         returned = self.step_logs[kind] if self.overrides(kind) else None
-        compiles, self._read = kind not in self._read, self._read | {kind}
+        compiles, self._kinds_read = kind not in self._kinds_read, self._kinds_read | {kind}
         with self.clock.running() if compiles else nullcontext():
-            return Snapshot(self.tracked(kind), returned).logs()
+            return Snapshot(self.settled_tracker(kind), returned).logs()
 
     def snapshot(self, kind: str = "train") -> Snapshot:
-        """Returns a copy of loss and metrics so far, on the chief alone, without waiting."""
+        """Returns a copy of loss and metrics so far, without waiting; the chief may call it alone."""
         returned = None
         if self.overrides(kind):
-            # What replicas of several processes returned, all of them have to sum.
-            is_alone = is_local(self.strategy.mesh)
-            returned = self.step_logs[kind].copy() if is_alone else StepLogs(self.strategy, kind)
-        return Snapshot(self.tracked(kind), returned)
+            # Summing the logs of several processes needs all of them, so there they are left out.
+            can_sum = is_local(self.strategy.mesh)
+            returned = self.step_logs[kind].copy() if can_sum else StepLogs(self.strategy, kind)
+        return Snapshot(self.settled_tracker(kind), returned)
 
     def evaluate(
         self, batches: Batches, *, limit: int | None, callbacks: CallbackList
@@ -193,10 +192,13 @@ class Trainer:
         with hint(partial(dict_hint, "predict", batches)), mode(self.module, training=False):
             callbacks.call("on_predict_begin")
             batch = batches.peek()
-            non_batched = self.strategy._non_batched_results
-            names = [] if batch is None else non_batched(self.step("predict"), batch)
-            if names:  # also where they happen to be as long as the batch
-                raise ArgumentError(_NO_ROWS.format(names=f": {', '.join(names)}"))
+            names = (
+                []
+                if batch is None
+                else self.strategy._non_batched_results(self.step("predict"), batch)
+            )
+            if names:  # even if they happen to be as long as the batch
+                raise ArgumentError(_NOT_ROWS.format(names=f": {', '.join(names)}"))
             self._loop("predict", batches, callbacks, outputs.logs, limit, 0, outputs.add)
         callbacks.call("on_predict_end")
         return outputs.result()
@@ -211,42 +213,42 @@ class Trainer:
         done: int = 0,
         consume: Callable[[Any, int], None] | None = None,
     ) -> int:
-        """Runs a step over the batches of an epoch, and returns how many there were then.
+        """Runs a step over the batches of an epoch, and returns how many are done then.
 
-        ``consume`` gets what each dispatch returned, and its number of real examples.
+        ``consume`` gets the results of each dispatch, and its number of real examples.
         """
-        if self.overrides(kind) and consume is None:
-            consume = self.step_logs[kind].add
         step, size, start = self.step(kind), self.steps_per_execution(kind), batches.examples
-        with _settled(self.strategy), self.clock.counting():
+        with _draining(self.strategy), self.clock.counting():
             while (limit is None or done < limit) and batches.peek() is not None:
-                most = size.size if limit is None else min(size.size, limit - done)
+                max_batches = size.size if limit is None else min(size.size, limit - done)
                 callbacks.call(f"on_{kind}_batch_begin", done)
                 count, examples = batches.count, batches.examples
-                outs = self._run(kind, step, batches, most)
-                number = batches.count - count
-                done += number
+                outs = self._run(kind, step, batches, max_batches)
+                num_batches = batches.count - count
+                done += num_batches
                 if consume is not None:
                     consume(outs, batches.examples - examples)
-                callbacks.batch_end(kind, done - 1, number, batches.examples - start, logs)
+                elif self.overrides(kind):
+                    self.step_logs[kind].add(outs)
+                callbacks.batch_end(kind, done - 1, num_batches, batches.examples - start, logs)
                 if kind == "train" and callbacks.model.stop_training:
                     break
-                size.note(number)
+                size.note(num_batches)
         if not batches.count and limit != 0:
             warn_user(f"The data to {kind} on holds no batch.")
         return done
 
-    def _run(self, kind: str, step: Step, batches: Batches, most: int) -> Any:
-        """Runs one dispatch, the first of its kind on one device too if ``compile`` asked for it."""
-        # A user's step is verified as in a loop of the user's.
-        is_own, is_first = self.overrides(kind), kind not in self._verified
-        options = None if is_own and self.setup.verify != "off" else library_options()
-        asked = self.setup.verify == "first"
-        if asked and is_first:
+    def _run(self, kind: str, step: Step, batches: Batches, max_batches: int) -> Any:
+        """Runs one dispatch; with ``compile(verify="first")`` the first of its kind is verified."""
+        # A user's step is verified as in the user's own loop.
+        of_user, is_first = self.overrides(kind), kind not in self._verified
+        options = None if of_user and self.setup.verify != "off" else library_options()
+        is_requested = self.setup.verify == "first"
+        if is_requested and is_first:
             options = RunOptions(verify="first")
-        watched = watching(kind, self.module) if is_own and is_first else nullcontext()
-        with watched, hint(partial(failure_hint, kind, self.tracker(kind), asked)):
-            outs = self.strategy._dispatch(step, batches, most, options)
+        check = checking_first_call(kind, self.module) if of_user and is_first else nullcontext()
+        with check, hint(partial(failure_hint, kind, self.tracker(kind), is_requested)):
+            outs = self.strategy._dispatch(step, batches, max_batches, options)
         self._verified.add(kind)
         return outs
 
@@ -258,19 +260,19 @@ class Trainer:
         losses = self.setup.objective.losses
         expecting = [key for key, loss in losses.items() if loss.expects]
         batch = batches.peek()
-        if self._checked or not expecting or batch is None:
+        if self._outputs_checked or not expecting or batch is None:
             return
         outputs = self.strategy.run(self.step("predict", of_user=False), args=batch)
         for key in expecting:
-            values = self.strategy.gather(at(outputs, key, "outputs"), axis=0)
+            values = self.strategy.gather(select_output(outputs, key, "outputs"), axis=0)
             check_probabilities(losses[key], np.asarray(values))
-        self._checked = True
+        self._outputs_checked = True
 
     def _check_labels(self, kind: str, batches: Batches) -> None:
-        """Raises for class numbers that are not classes: of the first batch here, of others as they come.
+        """Raises for labels that are not valid class numbers.
 
-        The processes of a job compare the first batch of a dataset together, wherever its labels are.
-        Later ones are checked where they come from the host.
+        The labels of a dataset's first batch are checked here, wherever they are, by all processes together.
+        Later ones are checked as they come, if they come from the host.
         """
         labels = self.setup.objective.labels
         labels.restart()
@@ -278,8 +280,8 @@ class Trainer:
             return
         batches.observe_labels(labels)
         _, y, *_ = (*(batches.peek() or ()), None, None)
-        if self._labelled is None or self._labelled() is not batches.dataset:
-            self._labelled = weakref.ref(batches.dataset)
+        if self._label_checked is None or self._label_checked() is not batches.dataset:
+            self._label_checked = weakref.ref(batches.dataset)
             labels.add(labels.ranges(jax.tree.map(self._on_host, y, is_leaf=is_per_replica)))
         batches.check_labels(labels)
 
@@ -292,8 +294,8 @@ def is_per_replica(leaf: Any) -> bool:
 
 
 @contextmanager
-def _settled(strategy: Strategy) -> Iterator[None]:
-    """Waits for steps that are under way before and after a loop; of several errors the first is raised."""
+def _draining(strategy: Strategy) -> Iterator[None]:
+    """Waits for the steps in flight before and after a loop; an error of the loop takes precedence."""
     strategy._sync_state()
     try:
         yield
@@ -304,60 +306,59 @@ def _settled(strategy: Strategy) -> Iterator[None]:
     strategy._sync_state()
 
 
-_REPLAYED = """\
-The gradients of one batch were computed {times} times from the same state, and are not the same bits:
+_NOT_REPRODUCIBLE = """\
+The gradients of one batch were computed {times} times from the same state, and their bits differ:
 {lines}
 The state is as before the batch. Either a device is faulty, or the step is not deterministic: on GPUs \
 XLA_FLAGS=--xla_gpu_deterministic_ops=true makes it so."""
 
 
-def warn_of_early_end(what: str, done: int, wanted: int) -> None:
-    """Warns that the data ended before the steps that were asked for."""
+def warn_of_early_end(what: str, done: int, requested: int) -> None:
     warn_user(
-        f"Your input ran out of data after {done} of {wanted} batches; the {what} ends here. Give the "
+        f"Your input ran out of data after {done} of {requested} batches; the {what} ends here. Give the "
         "dataset as many batches as steps * epochs: repeat() it, or leave the number of steps out."
     )
 
 
-_NO_ROWS = (
+_NOT_ROWS = (
     "predict got outputs that are not one row for each example{names}, so they cannot be joined in order. "
     "Let the module return arrays whose dim 0 is the batch."
 )
 
 
 class Outputs:
-    """The outputs of ``predict``, copied to the host one batch late."""
+    """Collects the outputs of ``predict`` on the host, without waiting for the newest steps."""
 
     newest: Any = None
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._parts: list[Any] = []
-        self._to_come: deque[tuple[Any, int]] = deque()
+        self._pending: deque[tuple[Any, int]] = deque()
 
     def add(self, outputs: Any, examples: int) -> None:
-        """Adds the outputs of a batch of so many examples, which may not be computed yet."""
-        self._to_come.append((outputs, examples))
-        self._take(self._strategy._max_pending)
+        """Adds the outputs of a batch of ``examples``, which may not be computed yet."""
+        self._pending.append((outputs, examples))
+        self._gather(max_pending=self._strategy._max_pending)
 
-    def _take(self, ahead: int) -> None:
-        while len(self._to_come) > ahead:
-            self._add(*self._to_come.popleft())
+    def _gather(self, max_pending: int) -> None:
+        while len(self._pending) > max_pending:
+            self._gather_batch(*self._pending.popleft())
 
-    def _add(self, outputs: Any, examples: int) -> None:
+    def _gather_batch(self, outputs: Any, examples: int) -> None:
         gather = partial(self._strategy.gather, axis=0)
         gathered = jax.tree.map(gather, self._strategy._fetch(outputs), is_leaf=is_per_replica)
         if any(leaf.shape[0] != examples for leaf in jax.tree.leaves(gathered)):
-            raise ArgumentError(_NO_ROWS.format(names=""))
+            raise ArgumentError(_NOT_ROWS.format(names=""))
         self._flush()
         self.newest = gathered
 
     def logs(self) -> dict[str, Any]:
-        self._take(0)
+        self._gather(max_pending=0)
         return {"outputs": self.newest}
 
     def result(self) -> Any:
-        self._take(0)
+        self._gather(max_pending=0)
         self._flush()
         if not self._parts:
             return None
@@ -370,7 +371,7 @@ class Outputs:
 
 
 class ReentrancyGuard:
-    """Forbids two threads to run one model, and keeps the numbers of a run that calls another."""
+    """Forbids running one model in two threads; a nested run leaves the outer run's numbers alone."""
 
     def __init__(
         self, strategy: Strategy, trackers: Sequence[Tracker], step_logs: Sequence[StepLogs]
@@ -383,8 +384,8 @@ class ReentrancyGuard:
 
     @contextmanager
     def enter(self, method: str) -> Iterator[None]:
-        """Marks a run for a block; after an inner run the numbers are again those of the outer one."""
-        # To wait could be a deadlock: the other run may be in a callback that waits for this thread.
+        """Marks a run for the block; after a nested run the loss and metrics of the outer one return."""
+        # Waiting could deadlock: the other run may be in a callback that waits for this thread.
         if not self._lock.acquire(blocking=False):
             raise ContextError(
                 f"{method} was called while another thread runs this model, whose weights and mode "
@@ -404,7 +405,7 @@ class ReentrancyGuard:
     @contextmanager
     def _restored(self) -> Iterator[None]:
         self._strategy._sync_state()
-        values = copied([v.get_raw_value() for v in self._variables])
+        values = copy_arrays([v.get_raw_value() for v in self._variables])
         texts = [logs.text for logs in self._step_logs]
         try:
             yield
@@ -415,25 +416,25 @@ class ReentrancyGuard:
                 logs.text = text
 
 
-_TOPIC = "steps_per_execution"
-_LARGEST = 32
-_WINDOW = 0.2
-"""Seconds for which a size is measured."""
-_WORTH = 0.95
-"""A larger group is kept if a batch takes less than this part of the time."""
+_EXCHANGE_KEY = "steps_per_execution"
+_MAX_STEPS = 32
+_MEASURED_SECONDS = 0.2
+"""How long each size is measured."""
+_WORTHWHILE = 0.95
+"""A larger size is kept if a batch takes less than this fraction of the time."""
 
 
 def chief_seconds(seconds: float) -> float:
-    """Returns on every process of a job the seconds of process 0."""
-    return float(current_job().exchange(_TOPIC, repr(seconds))[0])
+    """Returns on every process of a job the ``seconds`` of process 0."""
+    return float(current_job().exchange(_EXCHANGE_KEY, repr(seconds))[0])
 
 
 class StepsPerExecution:
     """The number of batches in the next dispatch.
 
-    With ``"auto"`` it starts at one and doubles as long as that is worth it. Larger groups save host
-    time, and cost memory for the batches and a longer wait between the batch hooks of callbacks. All
-    processes of a job use what process 0 measures, since they must dispatch the same groups.
+    With ``"auto"`` it starts at one and doubles as long as that is faster. A larger number saves host
+    time, but costs memory for the batches and calls the batch hooks of callbacks less often. All
+    processes of a job use what process 0 measures, since they must dispatch the same batches.
     """
 
     def __init__(
@@ -450,9 +451,9 @@ class StepsPerExecution:
         self._batches = self._dispatches = 0
 
     def note(self, batches: int) -> None:
-        """Counts a dispatch of so many batches."""
+        """Counts a dispatch of ``batches``."""
         if self.is_settled or batches != self.size:
-            return  # the rest of an epoch is not representative
+            return  # the remainder of an epoch is not representative
         if self._started is None:  # the first one compiles
             self._wait()
             self._started = time.perf_counter()
@@ -461,18 +462,18 @@ class StepsPerExecution:
         self._batches += batches
         self._dispatches += 1
         if self._dispatches & (self._dispatches - 1):
-            return  # after 1, 2, 4, 8, … only, so that what processes exchange does not count
-        if self._agree(time.perf_counter() - self._started) < _WINDOW:
+            return  # only after 1, 2, 4, 8, …, so that the exchange between processes costs little
+        if self._agree(time.perf_counter() - self._started) < _MEASURED_SECONDS:
             return
         self._wait()
         self._judge(self._agree(time.perf_counter() - self._started) / self._batches)
 
     def _judge(self, seconds: float) -> None:
-        """Goes on to the next size, or settles on the one before."""
-        if self._best is not None and seconds > _WORTH * self._best:
+        """Tries the next size, or settles on this one or the one before."""
+        if self._best is not None and seconds > _WORTHWHILE * self._best:
             self.size //= 2
             self.is_settled = True
-        elif self.size == _LARGEST:
+        elif self.size == _MAX_STEPS:
             self.is_settled = True
         else:
             self._best = seconds

@@ -1,4 +1,4 @@
-"""A model's weights as a list of NumPy arrays and as a table; its state, and its program, in files."""
+"""The state of a model: weights as NumPy arrays, the summary table, checkpoints and exported programs."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ from distribute_jax.variables import Variable
 
 
 def weight_variables(module: nnx.Module) -> list[tuple[str, nnx.Variable[Any]]]:
-    """Returns trained weights first, then statistics such as batch norm's, each with its path."""
+    """Returns names and variables: trained weights first, then statistics such as batch norm's."""
     ordered = sorted(variables(module).items(), key=lambda item: tuple(map(str, item[0])))
     return [
         (".".join(map(str, path)), v)
-        for belongs in (is_trained, _is_kept)
+        for selects in (is_trained, _is_statistic)
         for path, v in ordered
-        if belongs(path, v)
+        if selects(path, v)
     ]
 
 
 def is_trained(path: Any, variable: Any) -> bool:
-    """Filters what ``fit`` trains: ``nnx.Param``, and trainable ``dj.Variable``."""
+    """True for what ``fit`` trains: ``nnx.Param``, and trainable ``dj.Variable``."""
     del path
     kind = variable.type if isinstance(variable, nnx.Variable) else None
     if kind is not None and issubclass(kind, Variable):
@@ -59,29 +59,30 @@ def is_trained(path: Any, variable: Any) -> bool:
     return kind is not None and issubclass(kind, nnx.Param)
 
 
-def _is_kept(path: Any, variable: Any) -> bool:
-    """Filters the statistics of a model."""
+def _is_statistic(path: Any, variable: Any) -> bool:
     return isinstance(variable, (nnx.BatchStat, Variable)) and not is_trained(path, variable)
 
 
-COLUMNS = ("layer", "type", "output", "parameters", "size", "dtype", "placement")
-NUMBERS = {"parameters", "size"}
+_COLUMNS = ("layer", "type", "output", "parameters", "size", "dtype", "placement")
+_NUMBER_COLUMNS = {"parameters", "size"}
 
 Arrays: TypeAlias = list[tuple[bool, Any]]
-"""Arrays of a layer, each with whether it is trained."""
+"""The arrays of a layer, each with True if it is trained."""
 
 
-def summary_text(module: nnx.Module, x: Any = None, trained: Any = nnx.Param) -> str:
-    """Returns the table of a module's layers; for an input, with the shapes of what they return."""
-    layers, shapes = layers_of(module, trained), {} if x is None else output_shapes(module, x)
-    rows: list[tuple[str, ...]] = [COLUMNS]
+def _summary_text(module: nnx.Module, x: Any = None, trained: Any = nnx.Param) -> str:
+    """Returns the table of a module's layers; given an input ``x``, with the shapes of their outputs."""
+    layers, shapes = _layers_of(module, trained), {} if x is None else _output_shapes(module, x)
+    rows: list[tuple[str, ...]] = [_COLUMNS]
     rows += [_row(*key, shapes.get(key[0], ""), arrays) for key, arrays in layers.items()]
     columns = [c for c in zip(*rows, strict=True) if x is not None or c[0] != "output"]
     widths = [max(map(len, column)) for column in columns]
     lines = []
     for row in zip(*columns, strict=True):
         cells = zip(columns, row, widths, strict=True)
-        lines.append("  ".join(t.rjust(w) if c[0] in NUMBERS else t.ljust(w) for c, t, w in cells))
+        lines.append(
+            "  ".join(t.rjust(w) if c[0] in _NUMBER_COLUMNS else t.ljust(w) for c, t, w in cells)
+        )
     lines.insert(1, "-" * max(map(len, lines)))
     lines += ["", *_totals([item for arrays in layers.values() for item in arrays])]
     return "\n".join(line.rstrip() for line in lines)
@@ -96,8 +97,8 @@ def _row(path: str, kind: str, shape: str, items: Arrays) -> tuple[str, ...]:
     return path, kind, shape, f"{size:,}", size_text(memory), *texts
 
 
-def output_shapes(module: nnx.Module, x: Any) -> dict[str, str]:
-    """Returns what each layer returns for an input, by its path; a layer that is called twice: the first."""
+def _output_shapes(module: nnx.Module, x: Any) -> dict[str, str]:
+    """Returns the output shapes of each layer by its path; for a layer that is called twice, of the first."""
     shapes: dict[str, str] = {}
 
     def recording(call: Callable[..., Any], paths: dict[int, str]) -> Callable[..., Any]:
@@ -110,16 +111,14 @@ def output_shapes(module: nnx.Module, x: Any) -> dict[str, str]:
         return called
 
     def forward(x: Any) -> Any:
-        copied: Any = nnx.clone(module)  # what a call changes, such as statistics, stays as it is
+        copied: Any = nnx.clone(module)  # so that the call changes no statistics
         nodes = [(p, n) for p, n in nnx.iter_graph(copied) if isinstance(n, nnx.Module)]
         paths = {id(node): _path_text(path) for path, node in nodes}
-        kinds = {
-            kind for _, node in nodes for kind in type(node).__mro__ if "__call__" in vars(kind)
-        }
+        classes = {c for _, node in nodes for c in type(node).__mro__ if "__call__" in vars(c)}
         with ExitStack() as restored:
-            for kind in kinds:
-                restored.callback(setattr, kind, "__call__", vars(kind)["__call__"])
-                setattr(kind, "__call__", recording(vars(kind)["__call__"], paths))  # noqa: B010
+            for cls in classes:
+                restored.callback(setattr, cls, "__call__", vars(cls)["__call__"])
+                setattr(cls, "__call__", recording(vars(cls)["__call__"], paths))  # noqa: B010
             return copied(x)
 
     with converting("summary: x", x, "an input of the model, or its shape and dtype"):
@@ -132,22 +131,22 @@ def _path_text(path: Sequence[Any]) -> str:
     return ".".join(map(str, path)) or "(model)"
 
 
-def layers_of(module: nnx.Module, trained: Any = nnx.Param) -> dict[tuple[str, str], Arrays]:
-    """Returns path and class of every module that holds variables, with these, each once, in order."""
-    kinds: dict[tuple[Any, ...], str] = {}
+def _layers_of(module: nnx.Module, trained: Any = nnx.Param) -> dict[tuple[str, str], Arrays]:
+    """Returns the arrays of every module that holds variables, by its path and class name, in order."""
+    class_names: dict[tuple[Any, ...], str] = {}
     variables = []
     for path, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Variable):
             variables.append((tuple(path), node))
         elif isinstance(node, nnx.Module) and not isinstance(node, (nnx.List, nnx.Dict)):
-            kinds[tuple(path)] = type(node).__name__
+            class_names[tuple(path)] = type(node).__name__
     layers: dict[tuple[str, str], Arrays] = {}
-    belongs = nnx.filterlib.to_predicate(trained)
+    is_trained = nnx.filterlib.to_predicate(trained)
     for path, variable in sorted(variables, key=lambda item: list(map(str, item[0][:-1]))):
-        owner = next(path[:n] for n in range(len(path) - 1, -1, -1) if path[:n] in kinds)
-        key = _path_text(owner), kinds[owner]
+        owner = next(path[:n] for n in range(len(path) - 1, -1, -1) if path[:n] in class_names)
+        key = _path_text(owner), class_names[owner]
         layers.setdefault(key, []).extend(
-            (belongs(path, variable), leaf if is_array(leaf) else np.asarray(leaf))
+            (is_trained(path, variable), leaf if is_array(leaf) else np.asarray(leaf))
             for leaf in jax.tree.leaves(variable.get_raw_value())
         )
     return layers
@@ -183,20 +182,20 @@ def _placement(array: Any) -> str:
     return f"{spec} over {len(devices)} {platform}"
 
 
-class Stored:
-    """Reads, writes, saves and loads the state of a module that a strategy holds."""
+class Stateful:
+    """The part of ``Model`` that reads, writes, saves and loads state."""
 
     module: nnx.Module
     strategy: Strategy
 
     _trainer: Any
-    """What ``compile`` made, or None."""
+    """The ``Trainer`` that ``compile`` made, or None."""
 
     _evaluating: Callable[[], AbstractContextManager[Callable[[nnx.Module, PyTree], PyTree]]]
-    """Puts the module into evaluation mode; yields what ``predict`` computes with a module."""
+    """Puts the module into evaluation mode; yields the function of module and inputs for ``predict``."""
 
     @property
-    def _trained(self) -> Any:
+    def _trained_filter(self) -> Any:
         return is_trained if self._trainer is None else self._trainer.setup.optimizer.wrt
 
     def _state(self) -> dict[str, Any]:
@@ -208,7 +207,7 @@ class Stored:
         return [on_host(v[...]) for _, v in weight_variables(self.module)]
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets every weight, from what ``get_weights`` returned; none if any has another shape."""
+        """Sets every weight, in the order of ``get_weights``; if any shape is wrong, none changes."""
         variables = weight_variables(self.module)
         with converting("set_weights: weights", weights, "a list of arrays, as of get_weights()"):
             weights = list(weights)
@@ -233,17 +232,17 @@ class Stored:
         """Prints a table of the layers, or passes its text to ``print_fn``; on the chief only.
 
         Args:
-            print_fn: takes the text.
-            x: an input of any number of examples, such as ``x[:1]``; with it the table has the shape of
-                what each layer returns. Nothing is computed.
+            print_fn: called with the text.
+            x: an input of any number of examples, such as ``x[:1]``; with it the table shows the shape of
+                each layer's output. Nothing is computed.
         """
         if is_chief():
-            print_fn(summary_text(self.module, x, self._trained))
+            print_fn(_summary_text(self.module, x, self._trained_filter))
 
     def save(self, path: str | os.PathLike[str], overwrite: bool = True) -> None:
         """Saves weights, statistics, random streams and the optimizer, to continue the training.
 
-        At every moment the folder holds the old checkpoint or the new one, complete. What was saved
+        At every moment the folder holds the old checkpoint or the new one, complete. A checkpoint saved
         under one strategy can be loaded under any other.
 
         Args:
@@ -258,40 +257,41 @@ class Stored:
             checkpoint.save(path, self._state(), overwrite=overwrite)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Loads what ``save`` saved, into a model of the same structure, or changes nothing.
+        """Loads what ``save`` saved into a model of the same structure; an error changes nothing.
 
         Args:
             path: the folder.
 
         Raises:
-            CheckpointError: there is none, or its leaves are not those of this model: all are listed.
-            CheckpointDamagedError: what is there is not what was saved.
+            CheckpointError: there is none, or its leaves differ from those of this model: all are listed.
+            CheckpointDamagedError: the data differ from what was saved.
         """
         state = self._state()
         is_compiled = "optimizer" in state
         with (
             self.strategy.scope(),
-            _other_method("load", "load_weights", path, is_compiled=is_compiled),
+            _explaining_other_method("load", "load_weights", path, is_compiled=is_compiled),
         ):
             checkpoint.load(path, state)
 
     def save_weights(self, path: str | os.PathLike[str], overwrite: bool = True) -> None:
-        """Saves the module only: weights, statistics and random streams; see ``save``."""
+        """Saves only the module: weights, statistics and random streams; see ``save``."""
         with self.strategy.scope():
             checkpoint.save(path, {"module": self.module}, overwrite=overwrite)
 
     def load_weights(self, path: str | os.PathLike[str]) -> None:
-        """Loads what ``save_weights`` saved, see ``load``, or the weights of a plain Flax program.
+        """Loads what ``save_weights`` saved (see ``load``), or the weights of a plain Flax program.
 
-        Of the latter the path is a folder that ``orbax.checkpoint`` wrote: an ``nnx.State``, a Linen
-        module's variables or ``params``, a ``TrainState``, or a step of a ``CheckpointManager``. Every
-        weight must be there, with its name and shape; it gets the dtype of the model. Random streams stay.
+        For the latter the path is a folder that ``orbax.checkpoint`` wrote: an ``nnx.State``, a Linen
+        module's variables or ``params``, a ``TrainState``, or a step of a ``CheckpointManager``. It must
+        have every weight, with its name and shape; the dtypes are those of the model. Random streams do not
+        change.
         """
         with self.strategy.scope():
             if folder := flax_folder(path):
                 load_flax(folder, self.module)
                 return
-            with _other_method("load_weights", "load", path):
+            with _explaining_other_method("load_weights", "load", path):
                 checkpoint.load(path, {"module": self.module})
 
     def export(
@@ -302,7 +302,7 @@ class Stored:
         platforms: Sequence[str] | None = None,
         batch_size: int | None = None,
     ) -> None:
-        """Writes what ``predict`` computes, with the weights, into a file that JAX alone runs, to serve it.
+        """Writes the computation of ``predict``, with the weights, into a file that JAX alone can serve.
 
         It runs on one device, without this library or the module's code. In a job all processes call
         this, and the chief writes the file, which at every moment is the old or the new one, complete.
@@ -310,9 +310,9 @@ class Stored:
         Args:
             path: the file.
             x: an input of any number of examples, such as ``x[:1]``, for shapes and dtypes.
-            platforms: where it can run, of ``"cpu"``, ``"cuda"`` and ``"tpu"``; by default on all that
-                have what the module uses.
-            batch_size: the number of examples of every call, for a module that does not compute with
+            platforms: where it can run, of ``"cpu"``, ``"cuda"`` and ``"tpu"``; by default all that
+                support the module.
+            batch_size: the number of examples in every call, for a module that cannot be exported for
                 any number.
 
         Raises:
@@ -334,22 +334,22 @@ class Stored:
         with converting("export(platforms)", platforms, "a list of platforms, or None"):
             platforms = None if platforms is None else list(platforms)
         for platform in platforms or ():
-            check_choice("export(platforms)", platform, PLATFORMS)
+            check_choice("export(platforms)", platform, _PLATFORMS)
         if batch_size is not None:
             check_int("export(batch_size)", batch_size)
         if (arrays := arrays_of("export", x, None, None)) is None:
             raise ArgumentError(f"export takes arrays of examples, and got {leaf_text(x)}.")
         with outside_mesh(), self._evaluating() as forward:
-            data = exported(forward, self.module, arrays.x, platforms, batch_size)
+            data = export_program(forward, self.module, arrays.x, platforms, batch_size)
         if is_chief():
-            write_whole(path, data)
+            write_atomically(path, data)
 
 
 @contextmanager
-def _other_method(
+def _explaining_other_method(
     method: str, other: str, path: str | os.PathLike[str], *, is_compiled: bool = True
 ) -> Iterator[None]:
-    """Replaces an error that lists all leaves of an optimizer, which only ``save`` writes."""
+    """Explains an error that is due to loading with ``load`` what ``save_weights`` wrote, or vice versa."""
     if method == "load" and flax_folder(path):
         raise CheckpointError(
             f"{os.fspath(path)} was written by Orbax. Call model.load_weights(path)."
@@ -373,24 +373,24 @@ def _other_method(
         ) from None
 
 
-PLATFORMS = ("cpu", "cuda", "tpu")
-_LARGEST = 1 << 31
-"""Bytes that flatbuffers, in which JAX writes the file, can hold."""
+_PLATFORMS = ("cpu", "cuda", "tpu")
+_MAX_BYTES = 1 << 31
+"""The limit of flatbuffers, the file format that JAX uses."""
 
-_NOT_ANY_SIZE = """\
+_FIXED_SIZE_ONLY = """\
 export: the module does not compute with a batch of any size: {error}
 While it is exported, x.shape[0] is a symbol: shapes may be computed from it, an int or a bool cannot. \
 model.export(path, x, batch_size=8) exports it for batches of 8."""
 
 
-def exported(
+def export_program(
     forward: Callable[[nnx.Module, Any], PyTree],
     module: nnx.Module,
     x: PyTree,
     platforms: Sequence[str] | None,
     batch_size: int | None,
 ) -> bytes:
-    """Returns a program that calls a module; where processes hold parts of it, all call this together."""
+    """Returns a serialized program that calls a module; a collective if processes hold parts of it."""
     if find_spec("flatbuffers") is None:
         raise MissingPackageError(
             "JAX writes exported programs with flatbuffers, which is not installed: "
@@ -399,7 +399,7 @@ def exported(
     graphdef, state = nnx.split(module)
     arrays = nnx.as_pure(state)
     values = jax.tree.map(lambda array: on_host(as_numbers(array)), arrays)
-    if (size := sum(value.nbytes for value in jax.tree.leaves(values))) >= _LARGEST:
+    if (size := sum(value.nbytes for value in jax.tree.leaves(values))) >= _MAX_BYTES:
         raise LoweringError(
             f"export: the weights are {size_text(size)}, and a file of jax.export is less than 2 GiB. Write "
             "them with save_weights, and serve them where the module's code is."
@@ -415,7 +415,7 @@ def exported(
 def _serialized(
     predict: Callable[..., PyTree], x: PyTree, platforms: Sequence[str] | None, size: int | None
 ) -> bytes:
-    """Returns a program for these platforms; by default for all, or those that can compute it."""
+    """Returns a program for these platforms; by default for all that support it."""
 
     def typed(rows: Any) -> PyTree:
         return jax.tree.map(
@@ -426,32 +426,34 @@ def _serialized(
         try:
             program = export.export(jax.jit(predict), platforms=platforms)(typed(rows))
             return bytes(program.serialize())
-        except Exception as error:  # of the user's code, or of any rule of JAX
+        except Exception as error:  # from the user's code, or any of JAX's lowering rules
             return error
 
     rows = size or export.symbolic_shape("batch")[0]
-    first = attempt(platforms or PLATFORMS, rows)
+    first = attempt(platforms or _PLATFORMS, rows)
     if isinstance(first, bytes):
         return first
     reason = str(first).partition("\n")[0]
-    jax.eval_shape(predict, typed(size or 2))  # raises where the module does so anyhow
-    alone = [p for p in PLATFORMS if platforms is None and isinstance(attempt([p], rows), bytes)]
-    if alone and isinstance(some := attempt(alone, rows), bytes):
-        warn_user(f"export: the file is for {' and '.join(alone)} only: {reason}")
-        return some
+    jax.eval_shape(predict, typed(size or 2))  # raises if the module itself fails
+    supported = [
+        p for p in _PLATFORMS if platforms is None and isinstance(attempt([p], rows), bytes)
+    ]
+    if supported and isinstance(program := attempt(supported, rows), bytes):
+        warn_user(f"export: the file is for {' and '.join(supported)} only: {reason}")
+        return program
     is_any_size = size is None and isinstance(attempt(platforms or ("cpu",), 2), bytes)
-    text = _NOT_ANY_SIZE if is_any_size else "export: JAX cannot export the module: {error}"
+    text = _FIXED_SIZE_ONLY if is_any_size else "export: JAX cannot export the module: {error}"
     raise LoweringError(text.format(error=reason)) from first
 
 
-def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes a file that at every moment is the old one or the new one, complete."""
-    place = Path(path)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    draft = place.with_name(f".{place.name}.{secrets.token_hex(4)}")
+def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
+    """Writes a file so that at every moment it is the old one or the new one, complete."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        draft.write_bytes(data)
-        sync(draft)
-        draft.replace(place)
+        temporary.write_bytes(data)
+        sync(temporary)
+        temporary.replace(target)
     finally:
-        draft.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

@@ -81,7 +81,7 @@ def test_without_staleness_everything_has_the_bits_of_one_device(of_one: Any) ->
     assert model.evaluate(X, Y, batch_size=8, verbose=0) == expected.evaluate(
         X, Y, batch_size=8, verbose=0
     )
-    assert int(model.trainer.setup.tested.loss.count[...]) == 139
+    assert int(model.trainer.setup.test_tracker.loss.count[...]) == 139
     np.testing.assert_array_equal(
         model.predict(X, batch_size=8, verbose=0), expected.predict(X, batch_size=8, verbose=0)
     )

@@ -129,13 +129,13 @@ def test_the_newest_checkpoint_that_is_whole_is_evaluated(
     (tmp_path / ".12.ab.saving").mkdir()
     losses: list[float] = []
     notes = dj.callbacks.LambdaCallback(on_test_end=lambda logs: losses.append(logs["loss"]))
-    monkeypatch.setattr(_sidecar, "_PATIENCE", 1)
+    monkeypatch.setattr(_sidecar, "_POLLS_BEFORE_WARNING", 1)
     waits = iter([lambda: None, lambda: save(13)])
     monkeypatch.setattr(_sidecar.time, "sleep", lambda _: next(waits)())
     evaluator = dj.SidecarEvaluator(
         made([0, 1]), (ONES, 0 * ONES), tmp_path, max_evaluations=2, callbacks=[notes]
     )
-    with pytest.warns(UserWarning, match="passes over 11"):
+    with pytest.warns(UserWarning, match="skips 11"):
         evaluator.start()
     assert losses == [100, 169]
     assert caplog.text.count(f"waits for a new checkpoint in {tmp_path}") == 1

@@ -46,8 +46,8 @@ def test_fit_measures_and_ends_at_the_same_weights(
     s4: dj.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
 ):
     """Where each larger group counts as worth it, the weights are those of one batch at a time."""
-    monkeypatch.setattr(_trainer, "_WORTH", 1e9)
-    monkeypatch.setattr(_trainer, "_WINDOW", 0.0)
+    monkeypatch.setattr(_trainer, "_WORTHWHILE", 1e9)
+    monkeypatch.setattr(_trainer, "_MEASURED_SECONDS", 0.0)
     x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
     y = x.sum(axis=1, keepdims=True)
     models = []

@@ -22,17 +22,17 @@ from distribute_jax._user_frames import warn_user
 class Callback:
     """Code that ``fit``, ``evaluate`` and ``predict`` call at fixed points.
 
-    Override the hooks that matter. ``logs`` maps names to numbers: the running loss and metrics of
-    the epoch; what a hook adds to it, the callbacks after it see too. Setting
+    Override the hooks that you need. ``logs`` maps names to numbers: the running loss and metrics of
+    the epoch; callbacks later in the list see what a hook adds to it. Setting
     ``self.model.stop_training = True`` ends the training after the step.
 
     Attributes:
         model: the ``dj.Model`` that is running.
-        params: a dict with ``epochs``, ``steps`` and ``validation_steps`` (None where unknown),
-            ``verbose``, ``batches``: those of the training so far, from the epoch on with which it
-            began, and ``examples``: the real ones so far in this epoch, evaluation or prediction. A
-            callback that restores a training sets ``initial_epoch`` and
-            ``initial_batch`` in ``on_train_begin``, and maybe ``position``, where in the data that is.
+        params: a dict with ``epochs``, ``steps`` and ``validation_steps`` (None if unknown), ``verbose``,
+            ``batches`` (how many were trained on since the start of the first epoch of this ``fit``) and
+            ``examples`` (how many real ones so far in this epoch, evaluation or prediction). A callback
+            that restores a training sets ``initial_epoch`` and ``initial_batch`` in ``on_train_begin``,
+            and optionally ``position``, the position in the data.
 
     Example:
         >>> import distribute_jax as dj
@@ -44,10 +44,10 @@ class Callback:
     """
 
     reads_late = False
-    """Whether the batch hooks ignore ``logs``, so that they are not copied from the devices."""
+    """True if the batch hooks do not read ``logs``, which are then not copied from the devices."""
 
-    _read: Callable[[], dict[str, Any]]
-    """Returns the logs of the batch that ended, for a callback that reads late and needs them now."""
+    _read_logs: Callable[[], dict[str, Any]]
+    """Returns the logs of the last batch, for a callback with ``reads_late`` that needs them after all."""
 
     if not TYPE_CHECKING:
         __getattr__ = answering("dj.callbacks.Callback")
@@ -57,7 +57,6 @@ class Callback:
         self.params: dict[str, Any] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuses a name that would be without effect here."""
         if name == "stop_training":
             raise ArgumentError(
                 f"{type(self).__name__}.stop_training has no effect; set self.model.stop_training."
@@ -123,7 +122,7 @@ class Callback:
         """Called after a batch of ``predict``; ``logs`` has its ``outputs``."""
 
     def _release(self) -> None:
-        """Closes files and the like; called when a run ends, also by an error."""
+        """Closes files and other resources; called when a run ends, also after an error."""
 
 
 Hook = Callable[..., Any]
@@ -132,19 +131,19 @@ HOOKS = sorted(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class CallbackList:
-    """The callbacks of one run, from a list that may hold lists; their files are closed with the block."""
+    """The callbacks of one run, from a nested list; a context manager that releases their resources."""
 
     def __init__(self, callbacks: Any, model: Any, params: dict[str, Any]) -> None:
         self.model = model
-        self.params = params = {"batches": 0, **params}
-        self._callbacks = list(_flat(callbacks))
+        self.params = {"batches": 0, **params}
+        self._callbacks = list(_flatten(callbacks))
         for callback in self._callbacks:
             _check_hooks(callback)
             callback.set_model(model)
-            callback.set_params(params)
+            callback.set_params(self.params)
 
     def call(self, hook: str, *args: Any) -> None:
-        """Calls one hook of every callback; a hook that has no logs yet gets an empty dict, as in Keras."""
+        """Calls one hook of every callback; hooks that have no logs yet get an empty dict, as in Keras."""
         if hook.endswith("_begin") or hook == "on_predict_end":
             args = (*args, {})
         for callback in self._callbacks:
@@ -154,35 +153,35 @@ class CallbackList:
         self,
         kind: str,
         batch: int,
-        number: int,
+        num_batches: int,
         examples: int,
         logs: Callable[[], dict[str, Any]],
     ) -> None:
-        """Calls the hook after the last batch of a dispatch, with the real examples of the run so far."""
+        """Calls the hook after the last batch of a dispatch; ``examples`` counts the run's real ones."""
         self.params["examples"] = examples
-        self.params["batches"] += number if kind == "train" else 0
+        self.params["batches"] += num_batches if kind == "train" else 0
         hook = f"on_{kind}_batch_end"
-        read = cache(logs)
+        read_logs = cache(logs)
         for callback in self._callbacks:
             if _overrides(callback, hook) or (
                 kind == "train" and _overrides(callback, "on_batch_end")
             ):
-                callback._read = read
-                getattr(callback, hook)(batch, None if callback.reads_late else read())
+                callback._read_logs = read_logs
+                getattr(callback, hook)(batch, None if callback.reads_late else read_logs())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with ExitStack() as stack:  # calls all of them, also if one raises
+        with ExitStack() as stack:  # releases all of them, even if one raises
             for callback in reversed(self._callbacks):
                 stack.callback(callback._release)
 
 
-def _flat(callbacks: Any) -> Iterator[Callback]:
+def _flatten(callbacks: Any) -> Iterator[Callback]:
     if isinstance(callbacks, (list, tuple)):
         for callback in callbacks:
-            yield from _flat(callback)
+            yield from _flatten(callback)
     elif isinstance(callbacks, Callback):
         yield callbacks
     elif callbacks is not None:
@@ -193,7 +192,7 @@ def _flat(callbacks: Any) -> Iterator[Callback]:
 
 
 def _check_hooks(callback: Callback) -> None:
-    """Raises for a hook that cannot be called; warns of a method that looks like one and is not."""
+    """Raises if a hook takes the wrong arguments; warns of an ``on_…`` method that is not a hook."""
     kind = type(callback)
     for hook in HOOKS:
         arguments = list(inspect.signature(getattr(Callback, hook)).parameters)[1:]
@@ -203,19 +202,19 @@ def _check_hooks(callback: Callback) -> None:
                 f"Write def {hook}(self, {', '.join(arguments)}=None)."
             )
     unknown = [name for name in dir(kind) if name.startswith("on_") and name not in HOOKS]
-    if unknown and kind not in _warned:
-        _warned.add(kind)
+    if unknown and kind not in _warned_classes:
+        _warned_classes.add(kind)
         for name in unknown:
             warn_user(
                 f"{kind.__name__}.{name} is never called. {not_a_name('a hook', name, HOOKS)}"
             )
 
 
-_warned: weakref.WeakSet[type] = weakref.WeakSet()
+_warned_classes: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def _overrides(callback: Callback, hook: str) -> bool:
-    """True if a callback's hook is not that of ``Callback``; it may be set on the instance."""
+    """True if a callback's class or instance replaces the hook of ``Callback``."""
     method = getattr(callback, hook)
     return getattr(method, "__func__", method) is not getattr(Callback, hook)
 
@@ -276,8 +275,8 @@ class History(Callback):
     """What ``fit`` returns: the logs of every epoch.
 
     Attributes:
-        epoch: the epochs that ended, from 0.
-        history: for each name the list of its values, one for each epoch.
+        epoch: the epochs that ended, counted from 0.
+        history: for each name the list of its values, one per epoch.
 
     Source: https://keras.io/api/callbacks/base_callback/
     """
@@ -328,8 +327,8 @@ class History(Callback):
         scalars = self._scalars()
         panels = [n for n in scalars if not (n.startswith("val_") and n[4:] in scalars)]
         figure = Figure(figsize=(6.4, 2.8 * max(len(panels), 1)), layout="constrained")
-        for place, name in enumerate(panels, 1):
-            axes = figure.add_subplot(len(panels), 1, place)
+        for row, name in enumerate(panels, 1):
+            axes = figure.add_subplot(len(panels), 1, row)
             for label, key in (("training", name), ("validation", f"val_{name}")):
                 if key in scalars:
                     epochs = [epoch + 1 for epoch in self._epochs[key]]

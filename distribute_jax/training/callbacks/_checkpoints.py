@@ -1,4 +1,4 @@
-"""Callbacks that save: ``ModelCheckpoint`` and ``BackupAndRestore``, and how often they do."""
+"""Callbacks that save checkpoints: ``ModelCheckpoint`` and ``BackupAndRestore``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distribute_jax.checkpoint._manager import delete_all, finish_alone
 from distribute_jax.processes import Preemption, is_chief
 from distribute_jax.processes._status import report_step
 from distribute_jax.training.callbacks._callback import Callback
-from distribute_jax.training.callbacks._monitor import Monitor, say
+from distribute_jax.training.callbacks._monitor import Monitor, print_on_chief
 
 
 class ModelCheckpoint(Monitor):
@@ -28,13 +28,13 @@ class ModelCheckpoint(Monitor):
         verbose: 1 to print what is saved.
         save_best_only: whether to save only if the number improved; as long as the logs lack
             ``monitor`` everything is saved, with a warning.
-        save_weights_only: whether ``model.save_weights`` is called in place of ``model.save``.
-        mode: ``"min"``, ``"max"``, or ``"auto"``: by the name.
+        save_weights_only: whether to call ``model.save_weights`` instead of ``model.save``.
+        mode: ``"min"``, ``"max"``, or ``"auto"``: inferred from the name.
         save_freq: ``"epoch"``, or a number of batches.
         initial_value_threshold: the value that the first one must beat.
 
     Raises:
-        ValueError: another ``mode`` or ``save_freq``; a name in ``filepath`` that the logs lack.
+        ValueError: an unknown ``mode`` or ``save_freq``; a name in ``filepath`` that the logs lack.
 
     Source: https://keras.io/api/callbacks/model_checkpoint/
     """
@@ -68,14 +68,14 @@ class ModelCheckpoint(Monitor):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self._schedule.is_due(self.params["batches"]):
             self.model.strategy._sync_state()
-            self._save(self._epoch, {"batch": batch + 1, **self._read()})
+            self._save(self._epoch, {"batch": batch + 1, **self._read_logs()})
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if self._schedule.each_epoch:
             self._save(epoch, logs or {})
 
     def _save(self, epoch: int, logs: dict[str, Any]) -> None:
-        if not self._is_wanted(epoch, logs):
+        if not self._should_save(epoch, logs):
             return
         try:
             path = self.filepath.format(epoch=epoch + 1, **logs)
@@ -86,35 +86,37 @@ class ModelCheckpoint(Monitor):
             ) from None
         if is_chief():
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-        say(self.verbose, f"Epoch {epoch + 1}: saving the model to {path}")
+        print_on_chief(self.verbose, f"Epoch {epoch + 1}: saving the model to {path}")
         if self.save_weights_only:
             self.model.save_weights(path)
         else:
             self.model.save(path)
 
-    def _is_wanted(self, epoch: int, logs: dict[str, Any]) -> bool:
+    def _should_save(self, epoch: int, logs: dict[str, Any]) -> bool:
         if not self.save_best_only:
             return True
         value = self.value(logs, "saves every time")
         if value is None:
             return not self.was_logged
         if not self.is_better(value, self.best):
-            say(self.verbose, f"Epoch {epoch + 1}: {self.monitor} is not better than {self.best}")
+            print_on_chief(
+                self.verbose, f"Epoch {epoch + 1}: {self.monitor} is not better than {self.best}"
+            )
             return False
         self.best = value
         return True
 
 
 class BackupAndRestore(Callback):
-    """Saves the training regularly; after an interruption the same ``fit`` goes on from there.
+    """Saves the training regularly; after an interruption the same call of ``fit`` continues from there.
 
     Weights, optimizer, random streams, running loss and metrics, and the position in the data are those
     of a training that was not interrupted: a batch that was trained on before the backup is not trained
-    on again, nor read again where the source can start at any batch. Call ``fit`` with the same
-    arguments and data that come in the same order. Gradients that are accumulated are saved as the sum over
-    the replicas, so that within an accumulation they continue to rounding. What other callbacks have counted
-    is not saved, as in Keras: ``EarlyStopping`` and ``ReduceLROnPlateau`` begin to count again, and
-    ``ModelCheckpoint(save_best_only=True)`` to compare.
+    on again, nor read again if the source can start at any batch. Call ``fit`` with the same arguments,
+    and with data in the same order. Accumulated gradients are saved as their sum over the replicas, so
+    training that resumes within an accumulation equals the uninterrupted one to rounding. The state of
+    other callbacks is not saved, as in Keras: ``EarlyStopping`` and ``ReduceLROnPlateau`` count from zero
+    again, and ``ModelCheckpoint(save_best_only=True)`` forgets its best value.
 
     Args:
         backup_dir: a folder that nothing else uses.
@@ -123,12 +125,12 @@ class BackupAndRestore(Callback):
             is damaged.
         delete_checkpoint: whether the backups are deleted when the training ends.
         save_before_preemption: whether to save when a process gets SIGTERM: all processes save after
-            the same batch, or the same validation, and exit with ``SystemExit(42)``, after which
+            the same batch or validation and exit with ``SystemExit(42)``, after which
             ``distribute-jax launch`` restarts them.
 
     Raises:
-        ValueError: no folder; another ``save_freq``; nothing would ever be saved.
-        CheckpointError: what is in the folder is not of this model, or cannot be read or written.
+        ValueError: no folder; an unknown ``save_freq``; nothing would ever be saved.
+        CheckpointError: the folder holds a backup of another model, or cannot be read or written.
 
     Example:
         >>> import distribute_jax as dj
@@ -162,8 +164,8 @@ class BackupAndRestore(Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._schedule.start()
-        self._before = 0
-        self._epoch, self._boundaries, self._leaves = 0, 0, False
+        self._steps_before = self._epoch = self._save_points = 0
+        self._must_exit = False
         tree = self._tree(epoch=0, batch=0)
         number = self._manager.restore_latest(tree)
         self._number = 0 if number is None else number + 1
@@ -171,23 +173,23 @@ class BackupAndRestore(Callback):
             self.params["initial_epoch"] = tree["epoch"]
             self.params["initial_batch"] = tree["batch"]
             self.params["position"] = tree["position"]
-            self.model.trainer.step_logs["train"].text = tree["own"]
+            self.model.trainer.step_logs["train"].text = tree["step_logs"]
             self.model.trainer.setup.has_averages = bool(tree.get("averaged"))
             self._schedule.start(tree["batch"])
-            self._epoch, self._before = tree["epoch"], tree["steps"] - tree["batch"]
+            self._epoch, self._steps_before = tree["epoch"], tree["steps"] - tree["batch"]
         report_step(tree["steps"])
         if self.save_before_preemption:
             self._preemption = Preemption(_GRACE_SECONDS)
-            self._preemption.__enter__()  # an interrupt of which leaves it to be ended
+            self._preemption.__enter__()  # _release leaves it, also if this is interrupted
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._leave_if_asked()  # all callbacks have seen the end of the epoch before
+        self._exit_if_preempted()  # not in on_epoch_end, which callbacks later in the list must see first
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         report_step(self._steps)
         self._save_if(self._schedule.is_due(self.params["batches"]), self._epoch, batch + 1)
-        self._leave_if_asked()
+        self._exit_if_preempted()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch = epoch + 1
@@ -195,40 +197,42 @@ class BackupAndRestore(Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._save_if(False, self._epoch, 0)  # SIGTERM came after the last epoch
-        self._leave_if_asked()
+        self._exit_if_preempted()
         self._manager.wait()
-        self._leave_preemption(None)
+        self._stop_preemption_watch(None)
         if self.delete_checkpoint:
             by_chief("BackupAndRestore", lambda: delete_all(self._manager))
 
     @property
     def _steps(self) -> int:
-        """The steps of the training so far, those before an interruption included."""
-        return self._before + int(self.params["batches"])
+        """The steps of the training so far, including those before an interruption."""
+        return self._steps_before + int(self.params["batches"])
 
     def _save_if(self, is_due: bool, epoch: int, batch: int) -> None:
-        """Saves where it is time to, or the first time that all have agreed to exit."""
-        self._boundaries += 1
-        had_agreed = self._leaves
-        self._leaves = self._preemption is not None and self._preemption.reached(self._boundaries)
-        if is_due or self._leaves > had_agreed:
+        """Saves if it is due, or when all processes have just agreed to exit."""
+        self._save_points += 1
+        had_agreed = self._must_exit
+        self._must_exit = self._preemption is not None and self._preemption.reached(
+            self._save_points
+        )
+        if is_due or self._must_exit > had_agreed:
             self._manager.save(self._number, self._tree(epoch=epoch, batch=batch))
             self._number += 1
 
-    def _leave_if_asked(self) -> None:
-        if self._leaves:
+    def _exit_if_preempted(self) -> None:
+        if self._must_exit:
             self._manager.wait()
             raise SystemExit(SAVED)
 
     def _tree(self, *, epoch: int, batch: int) -> dict[str, Any]:
-        """Returns the state of the training, and where it goes on."""
+        """Returns the state of the training, and the epoch and batch at which it continues."""
         trainer = self.model.trainer
-        self.model.strategy._sync_state()  # what is saved is after exactly these batches
+        self.model.strategy._sync_state()  # so that the state is that after exactly these batches
         return {
             "module": trainer.module,
             "optimizer": trainer.setup.optimizer,
             "tracker": trainer.setup.tracker,
-            "own": trainer.step_logs["train"].text,
+            "step_logs": trainer.step_logs["train"].text,
             "epoch": epoch,
             "batch": batch,
             "steps": self._steps,
@@ -237,11 +241,11 @@ class BackupAndRestore(Callback):
         }
 
     def _release(self) -> None:
-        # After an error this process may be the only one that comes here.
-        self._leave_preemption(SystemExit)
+        # After an error this may be the only process that gets here: no barriers.
+        self._stop_preemption_watch(SystemExit)
         finish_alone(self._manager)
 
-    def _leave_preemption(self, error: type[BaseException] | None) -> None:
+    def _stop_preemption_watch(self, error: type[BaseException] | None) -> None:
         preemption, self._preemption = self._preemption, None
         if preemption is not None:
             preemption.__exit__(error, None, None)
@@ -252,7 +256,7 @@ _GRACE_SECONDS = 30.0
 
 
 class SaveSchedule:
-    """Decides after which batches to act, never for None; several batches may be in one dispatch."""
+    """Decides after which batches to act, None for never; several batches may be in one dispatch."""
 
     def __init__(self, save_freq: str | int | None) -> None:
         self.each_epoch = save_freq == "epoch"
@@ -264,12 +268,12 @@ class SaveSchedule:
         self.start()
 
     def start(self, done: int = 0) -> None:
-        """Counts from so many batches of a training on."""
-        self._since = done
+        """Counts from the ``done``-th batch of the training."""
+        self._last = done
 
     def is_due(self, done: int) -> bool:
-        """Returns whether it is time to act, after so many batches of a training."""
-        if self._every is None or done - self._since < self._every:
+        """True if it is time to act after ``done`` batches of the training; the count then restarts."""
+        if self._every is None or done - self._last < self._every:
             return False
-        self._since = done
+        self._last = done
         return True

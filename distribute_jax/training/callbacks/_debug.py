@@ -1,4 +1,4 @@
-"""Callbacks that look for problems: profiles, bad numbers, faulty devices."""
+"""Callbacks for debugging: profiles, losses that are not finite or spike, devices that compute wrongly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ProfilerCallback(Callback):
     """Records what JAX and the devices do in some batches of ``fit``, with ``jax.profiler``.
 
     TensorBoard's profile plugin, XProf and Perfetto show it. The devices finish earlier work before the
-    recording starts, and these batches before it ends. Each process records itself.
+    recording starts, and these batches before it ends. Each process writes its own profile.
 
     Args:
         log_dir: the folder; the profile is in its ``plugins/profile``.
@@ -40,7 +40,7 @@ class ProfilerCallback(Callback):
             epochs; or one batch. The first ones compile, so leave them out.
 
     Raises:
-        ValueError: a last batch before the first.
+        ValueError: the last batch is before the first.
 
     Example:
         >>> import distribute_jax as dj
@@ -55,20 +55,20 @@ class ProfilerCallback(Callback):
         self, log_dir: str | os.PathLike[str], batches: int | tuple[int, int] = (10, 20)
     ) -> None:
         super().__init__()
-        wanted = "the first batch and the last, such as (10, 20)"
-        with converting("batches", batches, wanted):
+        expected = "the first batch and the last, such as (10, 20)"
+        with converting("batches", batches, expected):
             first, last = batches if isinstance(batches, tuple) else (batches, batches)
             if not 0 <= operator.index(first) <= operator.index(last):
-                refuse("batches", wanted, batches)
+                refuse("batches", expected, batches)
         self.log_dir, self.first, self.last = os.fspath(log_dir), first, last
-        self._records = False
+        self._is_recording = False
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         done, size = self.params["batches"], self.model.trainer.steps_per_execution("train").size
-        if not self._records and done <= self.first < done + size:
+        if not self._is_recording and done <= self.first < done + size:
             self._wait()
             jax.profiler.start_trace(self.log_dir)
-            self._records = True
+            self._is_recording = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self.params["batches"] > self.last:
@@ -88,8 +88,8 @@ class ProfilerCallback(Callback):
         jax.block_until_ready(nnx.state(self.model.module))
 
     def _release(self) -> None:
-        if self._records:
-            self._records = False
+        if self._is_recording:
+            self._is_recording = False
             try:
                 self._wait()
             finally:
@@ -97,7 +97,7 @@ class ProfilerCallback(Callback):
 
 
 @jax.jit
-def _finite(value: jax.Array) -> jax.Array:
+def _is_finite(value: jax.Array) -> jax.Array:
     return jnp.isfinite(value)
 
 
@@ -107,7 +107,7 @@ class TerminateOnNaN(Callback):
     The loop does not wait for the loss: it is checked a few batches later, and at the end of the epoch.
 
     Attributes:
-        message: which batch or epoch and which leaf; None as long as the loss is finite.
+        message: names the batch or epoch, and the leaf; None as long as the loss is finite.
 
     Source: https://keras.io/api/callbacks/terminate_on_nan/
     """
@@ -117,31 +117,33 @@ class TerminateOnNaN(Callback):
     def __init__(self) -> None:
         super().__init__()
         self.message: str | None = None
-        self._waiting: deque[tuple[int, Any]] = deque()
+        self._pending: deque[tuple[int, Any]] = deque()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self.message = None
-        self._waiting.clear()
+        self._pending.clear()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if (
-            len(self._waiting) == CHECK_DELAY
-        ):  # so that the processes of a job end at the same batch
-            before, finite = self._waiting.popleft()
-            if not np.asarray(finite).all():
-                self._end(f"batch {before}")
+            len(self._pending) == CHECK_DELAY
+        ):  # a fixed delay: all processes of a job stop after the same batch
+            earlier, is_finite = self._pending.popleft()
+            if not np.asarray(is_finite).all():
+                self._stop(f"batch {earlier}")
                 return
-        total = self.model.trainer.tracked("train").loss.total.get_raw_value()
-        self._waiting.append((batch, _finite(total)))
+        total = self.model.trainer.settled_tracker("train").loss.total.get_raw_value()
+        self._pending.append((batch, _is_finite(total)))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._waiting.clear()
+        self._pending.clear()
         if self.message is None and not np.isfinite((logs or {}).get("loss", 0.0)).all():
-            self._end(f"epoch {epoch}")
+            self._stop(f"epoch {epoch}")
 
-    def _end(self, when: str) -> None:
+    def _stop(self, when: str) -> None:
         self.model.strategy._sync_state()
-        leaf = _first_bad(self.model.module) or _first_bad(self.model.optimizer, "optimizer.")
+        leaf = _first_nonfinite(self.model.module) or _first_nonfinite(
+            self.model.optimizer, "optimizer."
+        )
         where = "Weights and optimizer are still finite: look at the batch and the loss function."
         if leaf:
             where = f"The first leaf that is not finite: {leaf}."
@@ -153,15 +155,15 @@ class TerminateOnNaN(Callback):
             warnings.warn(self.message, RuntimeWarning, stacklevel=2)
 
 
-def _first_bad(node: nnx.Pytree, root: str = "") -> str | None:
+def _first_nonfinite(node: nnx.Pytree, root: str = "") -> str | None:
     for path, variable in variables(node).items():
         for leaf in jax.tree.leaves(variable.get_raw_value()):
             if not is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
                 continue
-            bad = ~np.isfinite(on_host(leaf).astype(np.float32))
-            if bad.any():
+            is_bad = ~np.isfinite(on_host(leaf).astype(np.float32))
+            if is_bad.any():
                 name = root + ".".join(map(str, path))
-                return f"{name}, in {int(bad.sum())} of {bad.size} places"
+                return f"{name}, in {int(is_bad.sum())} of {is_bad.size} places"
     return None
 
 
@@ -169,15 +171,15 @@ class CheckInSync(Callback):
     """Checks regularly that all devices hold the same bits, as ``dj.check_in_sync`` does.
 
     Each device hashes its copies of weights, optimizer, random streams and metrics. The loop does not wait
-    for that: the hashes are compared a few batches later, and at the end of the training.
+    for the hashes: they are compared a few batches later, and at the end of the training.
 
     Args:
         every: after how many batches.
-        policy: what happens where copies differ: ``"raise"``, or ``"heal"``: devices that differ get the
-            copy of the majority, with a warning. Two copies have no majority: that raises.
+        policy: what to do if copies differ: ``"raise"``, or ``"heal"``: devices that differ get the copy of
+            the majority, with a warning. Two copies have no majority: that raises.
 
     Raises:
-        ValueError: ``every`` below 1, or another policy.
+        ValueError: ``every`` is below 1, or an unknown policy.
         OutOfSyncError: copies differ; the array and the devices are named.
 
     Example:
@@ -210,7 +212,7 @@ class CheckInSync(Callback):
         self._compare()
 
     def _leaves(self) -> Iterator[tuple[str, jax.Array]]:
-        # Found once: to go through hundreds of layers takes longer than a small step.
+        # Collected once: traversing hundreds of layers takes longer than a small step.
         self._variables = self._variables or [
             (".".join(map(str, (root, *path))), variable)
             for root, node in self._tree().items()
@@ -240,24 +242,24 @@ class CheckInSync(Callback):
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
-_PASSED_OVER = (
-    "ReplaySteps passes over a partial batch, of which the gradients depend on the padding. fit refuses such "
-    "a batch where that changes what it trains."
+_PARTIAL_BATCH = (
+    "ReplaySteps skips a partial batch whose gradients depend on the padding. fit refuses such a batch if "
+    "that changes what it trains."
 )
 
 
 class ReplaySteps(Callback):
     """Computes the gradients of a sampled batch twice before they are used, and compares them bit by bit.
 
-    This detects a device that sometimes computes wrongly, before it trains on the batch: the error names
-    the replica and the variables. Each sample costs two more backward passes.
+    This detects a device that sometimes computes wrongly, before the model is trained on the batch: the
+    error names the replica and the variables. Each sample costs two more backward passes.
 
     Args:
         every: after how many batches a batch is sampled.
 
     Raises:
-        ValueError: ``every`` below 1.
-        NotEqualError: a replica's gradients are not the same bits.
+        ValueError: ``every`` is below 1.
+        NotEqualError: the gradients of a replica differ in their bits.
 
     Example:
         >>> import distribute_jax as dj
@@ -278,26 +280,26 @@ class ReplaySteps(Callback):
             trainer = self.model.trainer
             trainer.strategy._sync_state()
             try:
-                trainer.replayed(trainer.batches.peek())
+                trainer.replay_gradients(trainer.batches.peek())
             except PaddingLeakError:
-                # A batch norm, say: the step itself refuses the batch, and says why, or leaves padding out.
-                log_once(_PASSED_OVER)
+                # The step itself refuses such a batch and says why, or ignores the padding.
+                log_once(_PARTIAL_BATCH)
 
 
 class LossSpike(Callback):
-    """Notices a batch whose loss is far above the recent ones, and leaves it out.
+    """Detects a batch whose loss is far above the recent ones, and skips it.
 
-    A loss is a spike if it is not finite, or more than ``factor`` times the median of the last ``window``
-    losses, and above all of them; before there are so many, only if it is not finite. (What counts is the
-    distance from the median, so that losses may be negative.) What is left out does not enter the window,
-    which is part of what ``BackupAndRestore`` saves; the weights to go back to are not, and are then at the
-    earliest those with which the training continued.
+    A loss is a spike if it is not finite, or if it is more than ``factor`` times the median of the last
+    ``window`` losses and above all of them; until there are that many losses, only if it is not finite.
+    (The distance from the median counts, so losses may be negative.) The loss of a skipped batch does not
+    enter the window. ``BackupAndRestore`` saves the window, but not the weights to roll back to: after an
+    interruption the earliest ones are those with which the training continued.
 
     Args:
         factor: how many times the median.
         window: how many losses.
         policy: ``"skip"`` leaves all state as it was before the batch; ``"rollback"`` also goes back to the
-            weights and the optimizer of up to ``window`` batches before, and continues with the next;
+            weights and the optimizer of up to ``window`` batches before, and continues with the next batch;
             ``"warn"`` only logs a warning, as the others do too. After ``window`` spikes in a row the
             training ends with an error, except with ``"warn"``.
 
@@ -305,7 +307,7 @@ class LossSpike(Callback):
         spikes: how many there were, after ``fit``.
 
     Raises:
-        ValueError: ``factor`` is not above 1, ``window`` below 1, or another policy.
+        ValueError: ``factor`` is not above 1, ``window`` is below 1, or an unknown policy.
         StepsSkippedError: there were more than ``window`` spikes in a row.
 
     Example:
@@ -328,43 +330,43 @@ class LossSpike(Callback):
         super().set_model(model)
         if model is None or model._trainer is None:
             return
-        # Before on_train_begin, in which BackupAndRestore puts back what was saved of it.
+        # Not in on_train_begin, where BackupAndRestore may already restore the window.
         with model.strategy.scope():
-            self._losses = LossWindow(self.factor, self.window, undoes=self.policy != "warn")
+            self._losses = LossWindow(self.factor, self.window, skips=self.policy != "warn")
         model.trainer.setup.tracker.spikes = self._losses
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._late: deque[Any] = deque()
+        self._pending_counts: deque[Any] = deque()
         self._schedule = SaveSchedule(self.window)
-        self._kept: Any = None
+        self._saved_state: Any = None
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if self.policy == "rollback" and self._kept is None:
+        if self.policy == "rollback" and self._saved_state is None:
             self.spikes = self._losses.guard.skipped  # before an interruption
-            self._kept = self.model.trainer.copy_state()
+            self._saved_state = self.model.trainer.copy_state()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self.policy != "rollback":
             return
         if is_due := self._schedule.is_due(self.params["batches"]):
             self.model.strategy._sync_state()
-        self._late.append(copy_counts(self._losses.guard.counts))
-        if not self._went_back(0 if is_due else CHECK_DELAY) and is_due:
-            self._kept = self.model.trainer.copy_state()
+        self._pending_counts.append(copy_counts(self._losses.guard.counts))
+        if not self._roll_back(0 if is_due else CHECK_DELAY) and is_due:
+            self._saved_state = self.model.trainer.copy_state()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self.policy == "rollback":
-            self._late.append(copy_counts(self._losses.guard.counts))
-        self._went_back(0)
+            self._pending_counts.append(copy_counts(self._losses.guard.counts))
+        self._roll_back(0)
         self.spikes = self._losses.guard.skipped
 
-    def _went_back(self, behind: int) -> bool:
-        """Goes back if there was a spike before the last so many dispatches."""
-        while len(self._late) > behind:
-            if int(on_host(self._late.popleft())[SKIPPED]) > self.spikes:
-                self._late.clear()
+    def _roll_back(self, behind: int) -> bool:
+        """Rolls back, and returns True, if there was a spike before the last ``behind`` dispatches."""
+        while len(self._pending_counts) > behind:
+            if int(on_host(self._pending_counts.popleft())[SKIPPED]) > self.spikes:
+                self._pending_counts.clear()
                 self.spikes = self._losses.guard.skipped
-                self.model.trainer.put_back(snapshot(self._kept))
+                self.model.trainer.restore_state(snapshot(self._saved_state))
                 return True
         return False
 
@@ -374,21 +376,21 @@ class LossSpike(Callback):
 
 
 class LossWindow(nnx.Module):
-    """The last losses that were no spikes, oldest first; NaN where there were none yet."""
+    """The last losses that were not spikes, oldest first; NaN until there are that many."""
 
-    def __init__(self, factor: float, window: int, *, undoes: bool) -> None:
+    def __init__(self, factor: float, window: int, *, skips: bool) -> None:
         self.factor = factor
         self.losses = nnx.Variable(jnp.full((window,), jnp.nan, jnp.float32))
         what = f"the loss is more than {factor:g} times the median of the last {window}"
-        self.undoes, self.guard = undoes, Guard(what, window if undoes else None)
+        self.skips, self.guard = skips, Guard(what, window if skips else None)
 
     def judge(self, loss: jax.Array) -> None:
         """Compares the loss of the global batch, inside a step."""
         old = self.losses[...]
         loss = loss.astype(old.dtype)
         median = jnp.median(old)
-        far = (loss - median > (self.factor - 1) * jnp.abs(median)) & (loss > jnp.max(old))
-        spike = far | ~jnp.isfinite(loss)
-        stays = spike if self.undoes else ~jnp.isfinite(loss)
-        self.losses[...] = jnp.where(stays, old, jnp.append(old[1:], loss))
-        self.guard.judge(~spike)
+        is_far = (loss - median > (self.factor - 1) * jnp.abs(median)) & (loss > jnp.max(old))
+        is_spike = is_far | ~jnp.isfinite(loss)
+        is_ignored = is_spike if self.skips else ~jnp.isfinite(loss)
+        self.losses[...] = jnp.where(is_ignored, old, jnp.append(old[1:], loss))
+        self.guard.judge(~is_spike)

@@ -21,7 +21,7 @@ from distribute_jax._checks import check_choice, check_int, refuse
 from distribute_jax._errors import ArgumentError, MissingPackageError
 from distribute_jax._mesh import on_host
 from distribute_jax.processes import is_chief
-from distribute_jax.training._progress import numbers
+from distribute_jax.training._progress import format_scalars
 from distribute_jax.training._tracker import Snapshot
 from distribute_jax.training._weights import weight_variables
 from distribute_jax.training.callbacks._callback import Callback
@@ -29,21 +29,20 @@ from distribute_jax.training.callbacks._checkpoints import SaveSchedule
 
 
 class _Logger(Callback):
-    """Writes while the disk takes it."""
+    """A callback that writes a log; if writing fails it warns and stops, and the training continues."""
 
-    _is_full = False
-    _refusals: type[Exception] = OSError
+    _has_failed = False
+    _write_errors: type[Exception] = OSError
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._is_full = False
+        self._has_failed = False
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Around what writes: a disk that refuses ends the log, with a warning, and not the training."""
         try:
             yield
-        except self._refusals as error:
-            self._is_full = True
+        except self._write_errors as error:
+            self._has_failed = True
             warnings.warn(
                 f"{type(self).__name__} cannot write any more ({error}); the training goes on without it.",
                 RuntimeWarning,
@@ -54,8 +53,8 @@ class _Logger(Callback):
 class CSVLogger(_Logger):
     """Writes a line of a CSV file for every epoch, on the chief only.
 
-    The columns are ``epoch`` and the names of the first epoch's logs in alphabetical order; an epoch
-    without one of them has ``NA``. Columns for a validation that comes later are there from the start.
+    The columns are ``epoch`` and the names of the first epoch's logs in alphabetical order; an epoch that
+    lacks one of them has ``NA``. If the first epoch has no validation, columns for one are added.
 
     Args:
         filename: the file.
@@ -77,19 +76,19 @@ class CSVLogger(_Logger):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
-        self._release()
         if not is_chief():
             return
         path = Path(self.filename)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._headed = self.append and path.exists() and path.stat().st_size > 0
+        self._has_header = self.append and path.exists() and path.stat().st_size > 0
         self._keys = None
-        is_cut = self._headed and not path.read_bytes().endswith(b"\n")  # by a disk that was full
+        # A full disk may have cut the last line.
+        is_cut = self._has_header and not path.read_bytes().endswith(b"\n")
         self._file = path.open("a" if self.append else "w", newline="", encoding="utf-8")
         self._file.write("\r\n" * is_cut)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if self._file is not None and not self._is_full:
+        if self._file is not None and not self._has_failed:
             with self._writing():
                 self._write_epoch(self._file, epoch, logs or {})
 
@@ -99,17 +98,14 @@ class CSVLogger(_Logger):
             self._keys = sorted(logs)
             if not any(key.startswith("val_") for key in self._keys):
                 self._keys += [f"val_{key}" for key in self._keys]
-            if not self._headed:
+            if not self._has_header:
                 writer.writerow(["epoch", *self._keys])
         writer.writerow([epoch, *(_text(logs.get(key, "NA")) for key in self._keys)])
         file.flush()
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._release()
-
     def _release(self) -> None:
         if self._file is not None:
-            with suppress(OSError):  # of which on_epoch_end has warned
+            with suppress(OSError):  # on_epoch_end has warned of it
                 self._file.close()
             self._file = None
 
@@ -118,12 +114,12 @@ def _text(value: Any) -> Any:
     return f"[{', '.join(map(str, np.ravel(value)))}]" if np.ndim(value) else value
 
 
-WAITING = 32
-"""How many snapshots of batches may be unread."""
+_MAX_PENDING = 32
+"""How many snapshots of loss and metrics may wait to be read."""
 
 
 class _BatchLogger(_Logger):
-    """Writes numbers of batches too, when the devices have computed them: the loop does not wait."""
+    """A logger that also writes numbers of batches, once the devices have computed them."""
 
     reads_late = True
 
@@ -134,47 +130,49 @@ class _BatchLogger(_Logger):
                 "update_freq, if not a number of batches,", update_freq, ("epoch", "batch")
             )
         self._schedule = SaveSchedule(1 if update_freq == "batch" else update_freq)
-        self._waiting: deque[tuple[int, Snapshot]] = deque()
+        self._pending: deque[tuple[int, Snapshot]] = deque()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
         self._schedule.start()
-        self._before: int | None = None
-        self._waiting.clear()
+        self._step_before: int | None = None
+        self._pending.clear()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if self._before is None:  # what was interrupted is restored by now
+        if (
+            self._step_before is None
+        ):  # not in on_train_begin, where other callbacks restore the training
             steps = int(np.asarray(self.model.optimizer.step[...]))
-            self._before = steps - self.params["batches"]
+            self._step_before = steps - self.params["batches"]
 
     @property
     def _step(self) -> int:
-        """The steps of the optimizer so far."""
-        return (self._before or 0) + int(self.params["batches"])
+        """The optimizer's step."""
+        return (self._step_before or 0) + int(self.params["batches"])
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if due := self._schedule.is_due(self.params["batches"]):
-            self._waiting.append((self._step, self.model.trainer.snapshot()))
-        self._write_batches(at_most=WAITING)
-        if due:
+        if is_due := self._schedule.is_due(self.params["batches"]):
+            self._pending.append((self._step, self.model.trainer.snapshot()))
+        self._write_batches(max_pending=_MAX_PENDING)
+        if is_due:
             self._on_due()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._write_batches(at_most=0)
+        self._write_batches(max_pending=0)
         self._write_epoch(epoch, {**self._learning_rate(), **(logs or {})})
 
     def _release(self) -> None:
-        self._waiting.clear()
+        self._pending.clear()
 
-    def _write_batches(self, at_most: int) -> None:
-        while self._waiting and (len(self._waiting) > at_most or self._waiting[0][1].is_ready):
-            step, report = self._waiting.popleft()
-            named = {f"batch_{name}": value for name, value in report.logs().items()}
+    def _write_batches(self, max_pending: int) -> None:
+        while self._pending and (len(self._pending) > max_pending or self._pending[0][1].is_ready):
+            step, snapshot = self._pending.popleft()
+            named = {f"batch_{name}": value for name, value in snapshot.logs().items()}
             self._write("train", named, step)
 
     def _write(self, run: str, numbers: dict[str, Any], step: int) -> None:
         scalars = {name: float(value) for name, value in numbers.items() if not np.ndim(value)}
-        if scalars and not self._is_full:
+        if scalars and not self._has_failed:
             with self._writing():
                 self._write_scalars(run, scalars, step)
 
@@ -188,7 +186,7 @@ class _BatchLogger(_Logger):
         """Called after a batch whose numbers are written."""
 
     def _write_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
-        """Writes the numbers of an epoch, of which ``fit`` prints a line anyhow."""
+        """Writes the numbers of an epoch; not abstract, since ``fit`` prints them itself."""
 
     @abstractmethod
     def _write_scalars(self, run: str, scalars: dict[str, float], step: int) -> None:
@@ -198,7 +196,7 @@ class _BatchLogger(_Logger):
 class LogEvery(_BatchLogger):
     """Prints the running loss and metrics of ``fit`` after every so many batches, on the chief only.
 
-    A line is printed when the devices have computed its numbers: the loop does not wait.
+    A line is printed once the devices have computed its numbers: the loop does not wait.
 
     Args:
         batches: after how many batches.
@@ -215,7 +213,7 @@ class LogEvery(_BatchLogger):
     def _write_scalars(self, run: str, scalars: dict[str, float], step: int) -> None:
         if is_chief():
             named = {name.removeprefix("batch_"): value for name, value in scalars.items()}
-            print(" - ".join([f"Step {step}", *numbers(named)]), flush=True)
+            print(" - ".join([f"Step {step}", *format_scalars(named)]), flush=True)
 
 
 class TensorBoard(_BatchLogger):
@@ -223,7 +221,7 @@ class TensorBoard(_BatchLogger):
 
     Training goes to ``log_dir/train``, validation to ``log_dir/validation``, with Keras's tags:
     ``epoch_loss`` at the epoch, ``batch_loss`` at the training step, ``evaluation_loss_vs_iterations``.
-    Batches are written when the devices have computed their numbers: the loop does not wait. Profiles
+    Numbers of batches are written once the devices have computed them: the loop does not wait. Profiles
     are recorded by ``ProfilerCallback``.
 
     Args:
@@ -233,7 +231,7 @@ class TensorBoard(_BatchLogger):
         update_freq: ``"epoch"``, ``"batch"``, or after how many batches numbers are written.
 
     Raises:
-        ValueError: another ``update_freq``.
+        ValueError: an unknown ``update_freq``.
 
     Source: https://keras.io/api/callbacks/tensorboard/
     """
@@ -269,9 +267,9 @@ class TensorBoard(_BatchLogger):
         if self.write_steps_per_second:
             train["epoch_steps_per_second"] = self._speed()
         self._write("train", train, epoch)
-        held_out = {f"epoch_{k[4:]}": v for k, v in logs.items() if k.startswith("val_")}
-        self._write("validation", held_out, epoch)
-        if self._is_full:
+        validation = {f"epoch_{k[4:]}": v for k, v in logs.items() if k.startswith("val_")}
+        self._write("validation", validation, epoch)
+        if self._has_failed:
             return
         with self._writing():
             if self.histogram_freq and epoch % self.histogram_freq == 0:
@@ -308,12 +306,12 @@ class TensorBoard(_BatchLogger):
 class _RunLogger(_BatchLogger):
     """Logs to the active run of a service, or to a new one, on the chief only."""
 
-    _refusals = Exception  # of the network, and the service's
+    _write_errors = Exception  # of the network, or of the service's own kinds
     _package = ""
 
     def __init__(self, update_freq: str | int = "epoch", **settings: Any) -> None:
         super().__init__(update_freq)
-        self._settings, self._is_ours = settings, False
+        self._settings, self._owns_run = settings, False
         self._run: Any = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -327,7 +325,7 @@ class _RunLogger(_BatchLogger):
                 f"dj.callbacks.{type(self).__name__} needs {self._package}, which is not installed: "
                 f"pip install 'distribute-jax[{self._package}]'."
             ) from error
-        self._run, self._is_ours = self._begin(service)
+        self._run, self._owns_run = self._begin(service)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._end(code=0)
@@ -337,10 +335,10 @@ class _RunLogger(_BatchLogger):
         self._end(code=1)
 
     def _end(self, code: int) -> None:
-        if self._is_ours:
-            with suppress(Exception):  # of which _writing has warned
+        if self._owns_run:
+            with suppress(Exception):  # _writing has warned of it
                 self._finish(code)
-        self._run, self._is_ours = None, False
+        self._run, self._owns_run = None, False
 
     def _write_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
         self._write("", {"epoch": epoch, **logs}, self._step)
@@ -351,7 +349,7 @@ class _RunLogger(_BatchLogger):
 
     @abstractmethod
     def _begin(self, service: Any) -> tuple[Any, bool]:
-        """Returns the run that the program has begun, or a new one; True if it is new."""
+        """Returns the program's active run, or a new one, and True if it is new."""
 
     @abstractmethod
     def _log(self, scalars: dict[str, float], step: int) -> None:
@@ -359,13 +357,13 @@ class _RunLogger(_BatchLogger):
 
     @abstractmethod
     def _finish(self, code: int) -> None:
-        """Ends a run, as one that failed if the code is not 0."""
+        """Ends the run; a ``code`` other than 0 means that it failed."""
 
 
 class WandbLogger(_RunLogger):
     """Logs to Weights & Biases, on the chief only: to ``wandb.run``, or to a run that ends with ``fit``.
 
-    An epoch logs ``loss``, ``val_loss`` and the like, ``epoch`` and ``learning_rate``, a batch
+    An epoch logs ``loss``, ``val_loss`` and so on, ``epoch`` and ``learning_rate``, a batch
     ``batch_loss``, each at the training step. The loop does not wait for the numbers. If the service
     becomes unreachable, logging ends with a warning, and the training continues.
 

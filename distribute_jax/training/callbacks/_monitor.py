@@ -22,19 +22,19 @@ from distribute_jax._errors import ArgumentError
 from distribute_jax.processes import is_chief
 from distribute_jax.training.callbacks._callback import Callback
 
-FALLS = (
+_LOWER_IS_BETTER = (
     *("loss", "error", "mse", "mae", "mape", "msle", "rmse", "entropy", "divergence", "hinge"),
     *("poisson", "cosh", "perplexity"),
 )
-RISES = (
+_HIGHER_IS_BETTER = (
     *("acc", "auc", "precision", "recall", "f1", "f_1", "f_beta", "fbeta", "iou", "r2"),
     *("similarity", "sensitivity", "specificity"),
 )
-"""Parts of the names of metrics that are better when lower or higher; the first that matches counts."""
+"""Parts of the names of metrics that are better when lower or higher; the first tuple that matches counts."""
 
 
 class Monitor(Callback):
-    """Watches one number of the logs; a value must be better by ``min_delta`` to count as better."""
+    """Monitors one number of the logs; only a change of more than ``min_delta`` is an improvement."""
 
     def __init__(self, monitor: str, mode: str, min_delta: float = 0.0) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Monitor(Callback):
         self.was_logged = False
 
     def value(self, logs: dict[str, Any] | None, otherwise: str = "does nothing") -> float | None:
-        """Returns the number; None where the logs lack it, with a warning if they always did."""
+        """Returns the number; None if the logs lack it, with a warning unless it was logged before."""
         logs = logs or {}
         if self.monitor not in logs:
             if not self.was_logged:
@@ -59,27 +59,27 @@ class Monitor(Callback):
         return float(logs[self.monitor])
 
     def is_better(self, value: float, than: float | None) -> bool:
-        """True if a value is better, by at least ``min_delta``; a NaN never is."""
+        """True if a value is better by more than ``min_delta``; NaN never is."""
         if than is None:
             return not math.isnan(value)
-        if self._rises():
+        if self._higher_is_better():
             return value - self.min_delta > than
         return value + self.min_delta < than
 
-    def _rises(self) -> bool:
+    def _higher_is_better(self) -> bool:
         if self.mode != "auto":
             return self.mode == "max"
         name = self.monitor.removeprefix("val_").lower()
-        for words, rises in ((FALLS, False), (RISES, True)):
+        for words, higher in ((_LOWER_IS_BETTER, False), (_HIGHER_IS_BETTER, True)):
             if any(word in name for word in words):
-                return rises
+                return higher
         raise ArgumentError(
             f"{type(self).__name__}(monitor={self.monitor!r}): the name does not say whether higher or "
             'lower is better. Pass mode="max" or mode="min".'
         )
 
 
-def say(verbose: int, text: str) -> None:
+def print_on_chief(verbose: int, text: str) -> None:
     """Prints what a callback did, on the chief only."""
     if verbose > 0 and is_chief():
         print(text)
@@ -93,18 +93,19 @@ class EarlyStopping(Monitor):
         min_delta: a smaller change does not count as an improvement.
         patience: how many epochs without improvement end the training.
         verbose: 1 to print when it ends.
-        mode: ``"min"``, ``"max"``, or ``"auto"``: by the name; loss and errors fall, accuracy rises.
+        mode: ``"min"``, ``"max"``, or ``"auto"``: inferred from the name; losses and errors should fall,
+            accuracies rise.
         baseline: a value that must be beaten, too.
         restore_best_weights: whether the weights of the best epoch are restored at the end.
         start_from_epoch: epochs before this one, counted from 0, are ignored.
 
     Attributes:
-        stopped_epoch: the epoch after which the training ended; 0 if it was not ended.
+        stopped_epoch: the epoch after which this callback ended the training; 0 if it did not.
         best: the best number.
         best_epoch: its epoch.
 
     Raises:
-        ValueError: another ``mode``, or a name that does not say which way is better.
+        ValueError: an unknown ``mode``, or a name that does not say which way is better.
 
     Source: https://keras.io/api/callbacks/early_stopping/
     """
@@ -123,15 +124,15 @@ class EarlyStopping(Monitor):
         super().__init__(monitor, mode, min_delta)
         self.patience, self.verbose, self.baseline = patience, verbose, baseline
         self.restore_best_weights, self.start_from_epoch = restore_best_weights, start_from_epoch
-        self._start()
+        self._reset()
 
-    def _start(self) -> None:
+    def _reset(self) -> None:
         self.wait = self.stopped_epoch = self.best_epoch = 0
         self.best: float | None = None
         self.best_weights: Any = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._start()
+        self._reset()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         value = self.value(logs)
@@ -152,9 +153,11 @@ class EarlyStopping(Monitor):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self.stopped_epoch:
-            say(self.verbose, f"Epoch {self.stopped_epoch + 1}: early stopping")
+            print_on_chief(self.verbose, f"Epoch {self.stopped_epoch + 1}: early stopping")
         if self.best_weights is not None:
-            say(self.verbose, f"Restoring the weights of the best epoch: {self.best_epoch + 1}.")
+            print_on_chief(
+                self.verbose, f"Restoring the weights of the best epoch: {self.best_epoch + 1}."
+            )
             self.model.set_weights(self.best_weights)
         self.best_weights = None
 
@@ -162,7 +165,7 @@ class EarlyStopping(Monitor):
 class ReduceLROnPlateau(Monitor):
     """Lowers the learning rate when a number has stopped improving.
 
-    The rate is part of the optimizer's state, so nothing is compiled again. The logs get it as
+    The rate is part of the optimizer's state, so nothing is compiled again. It is logged as
     ``learning_rate``.
 
     Args:
@@ -170,13 +173,13 @@ class ReduceLROnPlateau(Monitor):
         factor: what the rate is multiplied by; below 1.
         patience: how many epochs without improvement lower the rate.
         verbose: 1 to print when the rate is lowered.
-        mode: ``"min"``, ``"max"``, or ``"auto"``: by the name.
+        mode: ``"min"``, ``"max"``, or ``"auto"``: inferred from the name.
         min_delta: a smaller change does not count as an improvement.
         cooldown: how many epochs to wait after a change before counting again.
         min_lr: the rate is never lowered below it.
 
     Raises:
-        ValueError: a factor of 1 or above; an optimizer whose rate is not state.
+        ValueError: a factor that is not between 0 and 1; an optimizer whose rate cannot be set.
 
     Source: https://keras.io/api/callbacks/reduce_lr_on_plateau/
     """
@@ -197,15 +200,15 @@ class ReduceLROnPlateau(Monitor):
             raise ArgumentError(f"factor must be between 0 and 1; got {factor!r}.")
         self.factor, self.patience, self.verbose = factor, patience, verbose
         self.cooldown, self.min_lr = cooldown, min_lr
-        self._start()
+        self._reset()
 
-    def _start(self) -> None:
+    def _reset(self) -> None:
         self.best: float | None = None
         self.wait = self.cooldown_counter = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._start()
-        _ = self.model.learning_rate
+        self._reset()
+        _ = self.model.learning_rate  # raises early if it cannot be read
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         rate = self.model.learning_rate
@@ -224,7 +227,7 @@ class ReduceLROnPlateau(Monitor):
             if self.wait >= self.patience and rate > self.min_lr:
                 rate = self.model.learning_rate = max(rate * self.factor, self.min_lr)
                 self.cooldown_counter, self.wait = self.cooldown, 0
-                say(
+                print_on_chief(
                     self.verbose,
                     f"Epoch {epoch + 1}: ReduceLROnPlateau sets the rate to {rate:.6g}.",
                 )
@@ -233,7 +236,7 @@ class ReduceLROnPlateau(Monitor):
 class LearningRateScheduler(Callback):
     """Sets the learning rate before every epoch.
 
-    The rate is part of the optimizer's state, so nothing is compiled again. The logs get it as
+    The rate is part of the optimizer's state, so nothing is compiled again. It is logged as
     ``learning_rate``.
 
     Args:
@@ -254,7 +257,7 @@ class LearningRateScheduler(Callback):
 
     def __init__(self, schedule: Callable[..., float], verbose: int = 0) -> None:
         super().__init__()
-        self._takes_rate = takes(schedule, 0, 0.0)  # as Keras finds out by calling it
+        self._takes_rate = takes(schedule, 0, 0.0)
         if not self._takes_rate and not takes(schedule, 0):
             refuse(
                 "LearningRateScheduler: schedule",
@@ -264,9 +267,9 @@ class LearningRateScheduler(Callback):
         self.schedule, self.verbose = schedule, verbose
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        continues = self.params.get("initial_batch") and epoch == self.params["initial_epoch"]
-        if continues and self._takes_rate:
-            return  # the rate that was restored is that of this epoch
+        is_resumed = self.params.get("initial_batch") and epoch == self.params["initial_epoch"]
+        if is_resumed and self._takes_rate:
+            return  # the restored rate is already that of this epoch
         old = self.model.learning_rate
         rate = self.schedule(epoch, old) if self._takes_rate else self.schedule(epoch)
         if not is_real(rate):
@@ -275,7 +278,9 @@ class LearningRateScheduler(Callback):
                 "return the new rate, a float."
             )
         self.model.learning_rate = float(rate)
-        say(self.verbose, f"Epoch {epoch + 1}: LearningRateScheduler sets the rate to {rate:.6g}.")
+        print_on_chief(
+            self.verbose, f"Epoch {epoch + 1}: LearningRateScheduler sets the rate to {rate:.6g}."
+        )
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
@@ -286,8 +291,8 @@ class SwapEMAWeights(Callback):
     """Evaluates, validates and predicts with the moving averages of the weights.
 
     Args:
-        swap_on_epoch: whether the averages are also the weights between the end of an epoch and the
-            next one, for callbacks that come later in the list, as ``ModelCheckpoint``.
+        swap_on_epoch: whether the averages also replace the weights between the end of an epoch and the
+            next one, for callbacks later in the list such as ``ModelCheckpoint``.
 
     Raises:
         ValueError: the model was not compiled with ``use_ema=True``.
@@ -335,16 +340,17 @@ class SwapEMAWeights(Callback):
 
 
 class LearningRateFinder(Callback):
-    """Tries learning rates: one for each batch, from low to high, in a ``fit`` that changes nothing.
+    """Tries learning rates, one per batch, from low to high, in a ``fit`` that changes nothing.
 
-    The rates grow exponentially, until the smoothed loss is far above its lowest value. Then ``fit`` ends,
-    and weights, optimizer and random streams are those before it.
+    The rates grow exponentially until the smoothed loss is far above its lowest value. Then ``fit`` ends,
+    with weights, optimizer and random streams as they were before it.
 
     Args:
         min_lr: the first rate.
         max_lr: the last rate.
         num_training_steps: how many rates; ``fit`` needs as many batches, in any number of epochs.
-        early_stop_threshold: how many times the lowest loss ends the search; None to try all rates.
+        early_stop_threshold: the search ends when the loss is more than this many times the lowest one;
+            None to try all rates.
 
     Attributes:
         rates: the rates that were tried.
@@ -352,7 +358,7 @@ class LearningRateFinder(Callback):
         suggestion: the rate at which the loss falls most steeply; None if there are too few.
 
     Raises:
-        ValueError: rates that do not grow; an optimizer whose rate cannot be set; no loss in the logs.
+        ValueError: ``max_lr`` is below ``min_lr``; the rate cannot be set; the logs have no loss.
 
     Example:
         >>> import distribute_jax as dj
@@ -378,58 +384,58 @@ class LearningRateFinder(Callback):
         check_int("LearningRateFinder: num_training_steps", num_training_steps, 2)
         if early_stop_threshold is not None:
             check_number("LearningRateFinder: early_stop_threshold", early_stop_threshold)
-        self._tried = np.geomspace(min_lr, max_lr, num_training_steps)
+        self._rates_to_try = np.geomspace(min_lr, max_lr, num_training_steps)
         self._threshold = early_stop_threshold
-        self._kept: Any = None
-        self._start()
+        self._initial_state: Any = None
+        self._reset()
 
-    def _start(self) -> None:
+    def _reset(self) -> None:
         self.rates: list[float] = []
         self.losses: list[float] = []
         self.suggestion: float | None = None
         self._mean = 0.0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._start()
-        self._kept = self.model.trainer.copy_state()
+        self._reset()
+        self._initial_state = self.model.trainer.copy_state()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self.model.trainer.reset("train")  # so that the logs are those of this batch
-        self.model.learning_rate = float(self._tried[len(self.rates)])
+        self.model.trainer.reset("train")  # so that the logs are those of this batch alone
+        self.model.learning_rate = float(self._rates_to_try[len(self.rates)])
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self.model.strategy._sync_state()
-        logs = self._read()
+        logs = self._read_logs()
         if "loss" not in logs:
             raise ArgumentError("LearningRateFinder needs a loss, and the logs have none.")
         self.rates.append(self.model.learning_rate)
-        self._mean = _SMOOTH * self._mean + (1 - _SMOOTH) * float(logs["loss"])
-        self.losses.append(self._mean / (1 - _SMOOTH ** len(self.rates)))
-        last, lowest = self.losses[-1], min(self.losses[_SKIPPED:], default=math.inf)
-        most = math.inf if self._threshold is None else (self._threshold - 1) * abs(lowest)
-        is_good = math.isfinite(last) and last - lowest <= most
-        if not is_good or len(self.rates) == len(self._tried):
+        self._mean = _SMOOTHING * self._mean + (1 - _SMOOTHING) * float(logs["loss"])
+        self.losses.append(self._mean / (1 - _SMOOTHING ** len(self.rates)))
+        last, lowest = self.losses[-1], min(self.losses[_NUM_IGNORED:], default=math.inf)
+        max_rise = math.inf if self._threshold is None else (self._threshold - 1) * abs(lowest)
+        diverges = not math.isfinite(last) or last - lowest > max_rise
+        if diverges or len(self.rates) == len(self._rates_to_try):
             self.model.stop_training = True
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if not self.model.stop_training:
             warnings.warn(
-                f"LearningRateFinder tried {len(self.rates)} of {len(self._tried)} rates, since there "
+                f"LearningRateFinder tried {len(self.rates)} of {len(self._rates_to_try)} rates, since there "
                 "were no more batches. Pass more epochs to fit.",
                 stacklevel=2,
             )
-        smooth = self.losses[_SKIPPED:-1]
+        smooth = self.losses[_NUM_IGNORED:-1]
         if len(smooth) > 1:
-            self.suggestion = self.rates[_SKIPPED + int(np.argmin(np.gradient(smooth)))]
+            self.suggestion = self.rates[_NUM_IGNORED + int(np.argmin(np.gradient(smooth)))]
         self._release()
 
     def _release(self) -> None:
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            self.model.trainer.put_back(kept)
+        state, self._initial_state = self._initial_state, None
+        if state is not None:
+            self.model.trainer.restore_state(state)
 
 
-_SMOOTH = 0.98
-"""How much of the mean of the losses stays with each, as in Lightning and fastai."""
-_SKIPPED = 10
-"""The first rates, whose losses are not smooth yet: they do not count."""
+_SMOOTHING = 0.98
+"""The momentum of the moving average of the losses, as in Lightning and fastai."""
+_NUM_IGNORED = 10
+"""The losses of the first rates are ignored, since they are not smooth yet."""

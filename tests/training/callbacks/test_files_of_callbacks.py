@@ -216,7 +216,7 @@ def test_a_profile_of_the_chosen_batches_is_written(example: Any, tmp_path: Path
     """The trace begins and ends with them, and the training goes on."""
     traced = []
     note = dj.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: traced.append(profiler._records)
+        on_train_batch_end=lambda batch, logs: traced.append(profiler._is_recording)
     )
     profiler = dj.callbacks.ProfilerCallback(tmp_path, batches=(3, 5))
     example.fit(note, profiler, batch_size=2, epochs=2)

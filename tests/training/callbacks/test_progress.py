@@ -68,7 +68,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Console:
     """A terminal that can be read; every batch is drawn."""
     console = Console(file=StringIO(), force_terminal=True, width=160, color_system=None)
     monkeypatch.setattr("rich.console.Console", lambda: console)
-    monkeypatch.setattr(_progress, "BETWEEN", 0.0)
+    monkeypatch.setattr(_progress, "REFRESH_SECONDS", 0.0)
     return console
 
 
@@ -110,7 +110,7 @@ def test_the_bar_looks_ten_times_a_second_at_most(
     example: Any, screen: Console, monkeypatch: pytest.MonkeyPatch
 ):
     """Fast batches cost nothing: of 4 batches in no time one is drawn, after "compiling…"."""
-    monkeypatch.setattr(_progress, "BETWEEN", 0.1)
+    monkeypatch.setattr(_progress, "REFRESH_SECONDS", 0.1)
     monkeypatch.setattr(_progress.time, "perf_counter", lambda: 100.0)
     drawn = []
     monkeypatch.setattr(_progress.Bar, "_draw", lambda self, phase, done, *_: drawn.append(done))
@@ -204,7 +204,7 @@ def test_a_notebook_needs_no_widgets(example: Any, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
-    monkeypatch.setattr(_progress, "BETWEEN", 0.0)
+    monkeypatch.setattr(_progress, "REFRESH_SECONDS", 0.0)
     example.fit(verbose=1, batch_size=2, epochs=2)
     assert shown[0][0] == f"Epoch 1/2 {'╌' * 20} 0/4 compiling…"
     assert shown[1][1].startswith(f"Epoch 2/2 {'━' * 10}{'╌' * 10} 2/4 ")
