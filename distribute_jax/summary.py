@@ -1,4 +1,4 @@
-"""Event files for TensorBoard from your own loops: ``tf.summary``'s names, one file per job.
+"""Writes event files for TensorBoard: ``tf.summary``'s API, with one file per job.
 
 Source: https://github.com/tensorflow/tensorboard/tree/master/tensorboard/plugins
 """
@@ -43,7 +43,7 @@ _current: ContextVar[tuple[SummaryWriter, int | None] | None] = ContextVar("writ
 class SummaryWriter:
     """Writes summaries into one event file, which TensorBoard reads.
 
-    In a job of several processes only the first one writes; calls do nothing in the others.
+    In a job of several processes only the chief writes; calls do nothing in the others.
     ``create_file_writer`` returns one.
 
     Args:
@@ -64,7 +64,7 @@ class SummaryWriter:
 
     @contextmanager
     def as_default(self, step: int | None = None) -> Iterator[SummaryWriter]:
-        """Makes this the current writer of ``dj.summary.scalar`` etc. in the block; flushes at its end.
+        """Makes this the current writer of ``dj.summary.scalar`` etc. in the block, then flushes it.
 
         Args:
             step: the step of calls that do not pass one.
@@ -86,9 +86,9 @@ class SummaryWriter:
             self._events.flush()
 
     def close(self) -> None:
-        """Closes the file; writing with this writer is an error afterwards."""
+        """Closes the file; using this writer afterwards is an error."""
         if self._close_file is not None:
-            self._close_file()  # at the first call only
+            self._close_file()  # does nothing the second time
         self._closed = True
 
     def _write(
@@ -123,7 +123,8 @@ class SummaryWriter:
 
 
 def _open(logdir: str, suffix: str) -> Any:
-    # tensorboardX's FileWriter hands events to another thread, whose queue its flush does not empty.
+    # Not tensorboardX's FileWriter, which hands events to another thread, whose queue flush does not empty.
+    # Nor its ``summary`` functions: they lack descriptions, tables of texts, and images of 1 or 2 channels.
     try:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.record_writer import directory_check
@@ -133,7 +134,7 @@ def _open(logdir: str, suffix: str) -> Any:
             "pip install 'distribute-jax[tensorboard]'."
         ) from error
     directory_check(logdir)
-    # The number keeps two writers apart that are made in the same second.
+    # The number distinguishes writers that are made in the same second.
     return EventsWriter(f"{logdir}/events", f".{os.getpid()}.{next(_FILE_NUMBERS)}{suffix}")
 
 
@@ -176,7 +177,7 @@ def scalar(name: str, data: Any, step: int | None = None, description: str | Non
         description: shown by TensorBoard.
 
     Returns:
-        True if it was written; False without a current writer, and in all processes but the first.
+        True if it was written; False without a current writer, and in all processes but the chief.
 
     Raises:
         ValueError: ``data`` is not a scalar, or ``step`` is missing.
@@ -189,7 +190,7 @@ def scalar(name: str, data: Any, step: int | None = None, description: str | Non
 
     Source: https://www.tensorflow.org/api_docs/python/tf/summary/scalar
     """
-    if (write := _writing("scalar", "scalars", name, step, description)) is None:
+    if (write := _tensor_writer("scalar", "scalars", name, step, description)) is None:
         return False
     array = _numbers("scalar", name, data)
     if array.ndim:
@@ -220,7 +221,7 @@ def histogram(
 
     Source: https://www.tensorflow.org/api_docs/python/tf/summary/histogram
     """
-    if (write := _writing("histogram", "histograms", name, step, description)) is None:
+    if (write := _tensor_writer("histogram", "histograms", name, step, description)) is None:
         return False
     check_int("dj.summary.histogram: buckets", buckets)
     array = _numbers("histogram", name, data).astype(np.float64).ravel()
@@ -229,7 +230,7 @@ def histogram(
             f"dj.summary.histogram({name!r}): {int((~np.isfinite(array)).sum())} of {array.size} numbers "
             "are NaN or infinite and have no bucket. Leave them out, as in data[isfinite(data)]."
         )
-    return write(_count(array, buckets))
+    return write(_bucket_counts(array, buckets))
 
 
 def image(
@@ -246,7 +247,7 @@ def image(
         data: of shape (images, height, width, channels), with 1 to 4 channels: grey, grey with alpha,
             RGB or RGB with alpha; uint8, or floats, which are clipped to 0 … 1.
         step: as for ``scalar``.
-        max_outputs: the greatest number of images that are written.
+        max_outputs: the maximum number of images to write.
         description: shown by TensorBoard.
 
     Returns:
@@ -257,7 +258,7 @@ def image(
 
     Source: https://www.tensorflow.org/api_docs/python/tf/summary/image
     """
-    if (write := _writing("image", "images", name, step, description)) is None:
+    if (write := _tensor_writer("image", "images", name, step, description)) is None:
         return False
     array = _numbers("image", name, data)
     is_float = np.issubdtype(array.dtype, np.floating)
@@ -292,7 +293,7 @@ def text(name: str, data: Any, step: int | None = None, description: str | None 
 
     Source: https://www.tensorflow.org/api_docs/python/tf/summary/text
     """
-    if (write := _writing("text", "text", name, step, description)) is None:
+    if (write := _tensor_writer("text", "text", name, step, description)) is None:
         return False
     array = np.asarray(data)
     if array.dtype.kind not in "US":
@@ -302,10 +303,10 @@ def text(name: str, data: Any, step: int | None = None, description: str | None 
     return write(array.astype(object))
 
 
-def _writing(
+def _tensor_writer(
     function: str, plugin: str, name: str, step: object, description: str | None
 ) -> Callable[[Array], bool] | None:
-    """Returns what writes an array with the current writer; None without a writer."""
+    """Returns a function that writes an array with the current writer; None without one."""
     current = _current.get()
     if current is None:
         return None
@@ -340,17 +341,16 @@ def _numbers(function: str, name: str, data: Any) -> Array:
     return array
 
 
-def _count(array: Array, buckets: int) -> Array:
+def _bucket_counts(array: Array, buckets: int) -> Array:
     """Returns a row (left edge, right edge, count) for each bucket."""
     if array.size == 0:
         return np.zeros((buckets, 3))
-    low, high = array.min(), array.max()
-    if low == high:  # NumPy would widen the range; TensorBoard shows buckets of no width
-        counts: Array = np.zeros(buckets)
-        edges: Array = np.full(buckets + 1, low)
-        counts[-1] = array.size
-    else:
-        counts, edges = np.histogram(array, buckets)
+    counts, edges = np.histogram(array, buckets)
+    if (
+        edges[0] < array.min()
+    ):  # equal numbers, for which NumPy widens the range, and TensorFlow does not
+        edges = np.full(buckets + 1, array[0])
+        counts = np.eye(buckets)[-1] * array.size
     return np.stack([edges[:-1], edges[1:], counts], axis=1)
 
 

@@ -1,4 +1,4 @@
-"""``check_strategy``: does a strategy, or a cross-device operation, do what the library promises?"""
+"""``check_strategy``: runs the conformance suite on a strategy or a cross-device operation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distribute_jax.program import RunOptions
 from distribute_jax.strategies import Strategy
 from distribute_jax.testing._strategies import (
     Combination,
-    check_some,
+    check_subset,
     factory_name,
     possible_counts,
     replica_counts,
@@ -26,14 +26,13 @@ from distribute_jax.testing.conformance import CHECKS, Fact, Subject, error_line
 
 _LOWERINGS = ("shard_map", "pmap")
 _log = logging.getLogger("distribute_jax")
-_SHOWN = 8
-"""Wrong facts of one check that are listed."""
+_MAX_LISTED = 8
+"""How many wrong facts of one check are listed."""
 
 _FAILED = """\
 check_strategy: {failed} of {total} checks failed.
 {lines}
-What a check does is said in its docstring, in distribute_jax/testing/conformance. Repeat the first alone \
-with
+The docstrings in distribute_jax/testing/conformance say what each check does. Repeat the first one with
   dj.testing.check_strategy(factory, [{replicas}], lowerings=[{lowering!r}], only=[{check!r}])"""
 
 _REFUSED = (
@@ -43,7 +42,7 @@ _REFUSED = (
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyReport:
-    """What ``check_strategy`` has checked; where a check fails it raises instead.
+    """What ``check_strategy`` has checked; if a check fails it raises instead.
 
     Example:
         >>> import distribute_jax as dj
@@ -52,15 +51,15 @@ class StrategyReport:
     """
 
     checks: tuple[str, ...]
-    """The names of the checks that passed, for each number of replicas and each lowering, but those
+    """The names of the checks that passed with each number of replicas and each lowering, except those
     in ``refused``."""
     replicas: tuple[int, ...]
     """The numbers of replicas."""
     lowerings: tuple[str, ...]
     """The lowerings of ``RunOptions``."""
     refused: tuple[str, ...]
-    """The checks that a lowering did not run, as ``"training, 4 replicas, pmap: "`` and the reason:
-    pmap has neither replicas of several cores nor shared optimizer state."""
+    """The checks that a lowering could not run, as ``"training, 4 replicas, pmap: "`` and the reason:
+    pmap supports neither replicas of several cores nor sharded optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,9 @@ class _Outcome:
     replicas: int
     lowering: str
     wrong: tuple[str, ...] = ()
-    """What was wrong, as lines of the message."""
+    """Lines of the message that say what was wrong."""
     refused: str = ""
-    """Why the lowering did not run the check, where it did not."""
+    """Why the lowering could not run the check, if so."""
 
     def __str__(self) -> str:
         return f"{self.check}, {self.replicas} replicas, {self.lowering}"
@@ -84,28 +83,28 @@ def check_strategy(
     lowerings: Sequence[str] = ("shard_map",),
     only: Sequence[str] | None = None,
 ) -> StrategyReport:
-    """Runs the library's conformance suite on a strategy of your own, or on one with your operation.
+    """Runs the library's conformance suite on your own strategy, or on one with your own operation.
 
     Contexts, values, reductions and their gradients, variables, training against one device, partial
     batches, metrics, batch norm, random numbers and refused mistakes are checked on simulated or real
-    devices of this process. Every check runs, and all that failed are reported together.
+    devices of this process. All checks run, and all that failed are reported together.
 
     Args:
         factory: makes the strategy, once for each number of replicas, from a list of ``jax.Device``:
             replica i must be on device i, or several on each of the first devices. A class such as
             ``dj.MirroredStrategy`` is one; for an operation, pass
             ``lambda devices: dj.MirroredStrategy(devices, cross_device_ops=MyOps())``.
-        replicas: the numbers of replicas; None means those of 1, 2, 4 and 8 for which there are
-            devices. A divisor of 8.
+        replicas: the numbers of replicas, each of 1, 2, 4 and 8; None means all for which there are
+            devices.
         lowerings: the values of ``RunOptions.lowering`` to run the steps with.
-        only: names of checks, to run these alone; None means all.
+        only: the names of the checks to run; None means all.
 
     Returns:
-        What was checked: names, numbers of replicas, lowerings, and what a lowering refused to run;
-        this is logged, too.
+        What was checked: names, numbers of replicas, lowerings, and what a lowering could not run,
+        which is also logged.
 
     Raises:
-        ValueError: a check failed (``NotEqualError``): names the check, what it looked at, what was
+        ValueError: a check failed (``NotEqualError``): names the check, what it compared, what was
             expected and what was received. Or an argument is wrong: there are too few devices, the
             factory makes no strategy or one of another size, there is no check of that name.
 
@@ -123,8 +122,8 @@ def check_strategy(
         ...
     """
     only = tuple(CHECKS) if only is None else only
-    check_some("only", only, tuple(CHECKS))
-    check_some("lowerings", lowerings, _LOWERINGS)
+    check_subset("only", only, tuple(CHECKS))
+    check_subset("lowerings", lowerings, _LOWERINGS)
     counts = replica_counts(replicas, possible_counts(factory))
     outcomes = [
         _outcome(subject, name)
@@ -154,14 +153,14 @@ def _subjects(factory: Any, counts: Sequence[int], lowerings: Sequence[str]) -> 
         devices = tuple(jax.local_devices()[:count])
         for lowering in lowerings:
             options = RunOptions(lowering=cast("Any", lowering))
-            yield Subject(combination.made(), devices, options)
+            yield Subject(combination.create(), devices, options)
 
 
 def _outcome(subject: Subject, name: str) -> _Outcome:
-    """Runs one check; an error that it did not expect ends it."""
+    """Runs one check; an unexpected error ends it."""
     wrong: list[Fact] = []
     refused, ended = "", ["    expected no error"]
-    with _quiet():
+    with _silenced():
         try:
             wrong.extend(fact for fact in CHECKS[name](subject) if not fact.holds())
             ended = []
@@ -170,22 +169,22 @@ def _outcome(subject: Subject, name: str) -> _Outcome:
                 refused, ended = str(error).partition("\n")[0], []
             else:
                 ended.append(f"      received {error_line(error)}")
-    lines = (*_lines(wrong), *ended)
+    lines = (*_fact_lines(wrong), *ended)
     return _Outcome(name, subject.n, subject.options.lowering, lines, refused)
 
 
-def _lines(wrong: Sequence[Fact]) -> Iterator[str]:
-    for fact in wrong[:_SHOWN]:
+def _fact_lines(wrong: Sequence[Fact]) -> Iterator[str]:
+    for fact in wrong[:_MAX_LISTED]:
         yield f"    {fact.what}:"
-        yield f"      expected {_shown(fact.expected)}"
-        yield f"      received {_shown(fact.received)}"
-    if len(wrong) > _SHOWN:
-        yield f"    and {len(wrong) - _SHOWN} more"
+        yield f"      expected {_format_value(fact.expected)}"
+        yield f"      received {_format_value(fact.received)}"
+    if len(wrong) > _MAX_LISTED:
+        yield f"    and {len(wrong) - _MAX_LISTED} more"
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps back what the library says about batches and layers as unusual as those of the checks."""
+def _silenced() -> Iterator[None]:
+    """Silences the library's warnings about the unusual batches and layers of the checks."""
     silent = logging.Filter("distribute_jax.nothing")
     _log.addFilter(silent)
     try:
@@ -196,6 +195,6 @@ def _quiet() -> Iterator[None]:
         _log.removeFilter(silent)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = str(value) if not hasattr(value, "shape") or value.size <= 12 else leaf_text(value)
     return " ".join(text.split())

@@ -1,4 +1,4 @@
-"""What can go wrong in a process of a ``LocalCluster``, on purpose, and how it is done."""
+"""``Fault``: failures that are injected into a process of a ``LocalCluster``."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from distribute_jax._errors import ArgumentError
 START = "start"
 """The phase in which each process begins, before the module of its function is imported."""
 
-_FOR_EVER = 1e6
+_FOREVER_SECONDS = 1e6
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong in one process of a ``LocalCluster``, once.
+    """A failure that is injected once into one process of a ``LocalCluster``.
 
-    It happens when the process reaches a step or a phase, as its status says: strategies and loops
-    of this library report them, and in a loop of your own ``dj.report_step(n)`` does. Each process begins in
-    the phase ``"start"``, before the module of the function is imported.
+    It happens when the process reaches a step or a phase: strategies and loops of this library report
+    them; in your own loop call ``dj.report_step(n)``. Each process begins in the phase ``"start"``, before
+    the module of the function is imported.
 
     Args:
         kind: what happens:
             ``"kill"``: SIGKILL, as by the kernel when memory runs out;
             ``"terminate"``: SIGTERM, as before a preemption;
-            ``"stop"``: SIGSTOP, for good or for some seconds;
-            ``"stall"``: Python sleeps, for good or for some seconds;
+            ``"stop"``: SIGSTOP, forever or for some seconds;
+            ``"stall"``: Python sleeps, forever or for some seconds;
             ``"hold_gil"``: the same in C code that lets no other thread run Python;
             ``"delay"``: a sleep of some seconds;
             ``"raise"``: a ``RuntimeError`` from the line that reports the step.
-        process: in which process.
-        at_step: at the first step that is at least this one.
+        process: the number of the process.
+        at_step: at the first reported step that is at least this one.
         at_phase: or at the beginning of this phase: ``"start"``; in a job of several processes also
             ``"compiling"`` and ``"restoring"``.
-        seconds: how long; for good if None.
+        seconds: how long; None means forever.
 
     Raises:
         ValueError: an argument is not one of these.
@@ -72,11 +72,11 @@ class Fault:
             raise ArgumentError(f"{self!r} must have seconds.")
 
     def is_due(self, step: int | None, phase: str) -> bool:
-        """Returns whether it happens now: at or after the step, or in the phase.
+        """Returns True if it happens now: at or after the step, or in the phase.
 
         Args:
-            step: the step that the process is at; None before the first.
-            phase: what the process is doing.
+            step: the last step that the process reported; None before the first.
+            phase: the phase of the process.
         """
         if self.at_phase is not None:
             return phase == self.at_phase or phase.startswith(f"{self.at_phase} ")
@@ -84,7 +84,7 @@ class Fault:
 
 
 class Injector:
-    """Listens to the status of this process, and lets each fault happen once."""
+    """A listener to this process's status that injects each fault once."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self._pending = list(faults)
@@ -109,12 +109,12 @@ def _stop(fault: Fault) -> None:
 
 
 def _stall(fault: Fault) -> None:
-    time.sleep(_FOR_EVER if fault.seconds is None else fault.seconds)
+    time.sleep(_FOREVER_SECONDS if fault.seconds is None else fault.seconds)
 
 
 def _hold_gil(fault: Fault) -> None:
     microseconds = int(1e6 * (fault.seconds or 60.0))
-    library: Any = ctypes.PyDLL(None)  # unlike CDLL, it keeps the lock during the call
+    library: Any = ctypes.PyDLL(None)  # unlike CDLL, it holds the GIL during the call
     library.usleep(microseconds)
     while fault.seconds is None:
         library.usleep(microseconds)

@@ -36,34 +36,33 @@ Environment = Mapping[str, str] | Sequence[Mapping[str, str]] | None
 
 _CALL, _START = "call.pickle", "start.pickle"
 _MAIN = "__main__"
-_STACKS = signal.SIGURG
-"""The signal at which a process prints the stacks of its threads; before it listens, nothing happens."""
-_PRINTING = 0.5
-"""How many seconds a process that ran out of time has to print its stacks."""
+_STACK_SIGNAL = signal.SIGURG
+"""The signal at which a process prints the stacks of its threads; by default it is ignored."""
+_STACK_SECONDS = 0.5
+"""How long a process that ran out of time has to print its stacks."""
 
 
 class LocalCluster:
     """Runs a function in several real processes on this machine, and returns how each ended.
 
-    Each process has its simulated CPU devices. ``dj.cluster_resolver.detect()`` finds the cluster in
-    each, so a multi-worker strategy needs nothing more; with JAX alone, pass the three answers of the
+    Each process has simulated CPU devices. ``dj.cluster_resolver.detect()`` finds the cluster in each, so
+    a multi-worker strategy needs nothing more; with JAX alone, pass the address, number and id from the
     resolver to ``jax.distributed.initialize``.
 
-    Everything is bounded: no process outlives ``run``, nor this process, however it ends (on Linux), and
-    what a process prints is kept. The function is passed by name, its arguments and its result by
-    ``pickle``, with JAX's arrays as NumPy's.
+    No process outlives ``run`` or (on Linux) this process, however that ends. All output is captured. The
+    function is passed by name, its arguments and its result by ``pickle``, with JAX's arrays as NumPy's.
 
     Args:
         processes: how many.
         devices_per_process: how many simulated devices each has.
-        environment: variables that differ from those of this process: for all, or a list with one mapping
-            for each process.
-        timeout: after so many seconds the processes that still run print their stacks and are ended.
-        grace: how many seconds the others have to end by themselves after one has failed; None for as many
-            as the timeout leaves, to see what they do.
+        environment: environment variables to change: one mapping for all processes, or a list with one
+            for each.
+        timeout: after so many seconds the processes that still run print their stacks and are killed.
+        grace: how many seconds the others may continue after one has failed; None means until the
+            timeout.
 
     Raises:
-        ValueError: an argument is not as described.
+        ValueError: an invalid argument.
 
     Example:
         >>> import distribute_jax as dj, jax
@@ -108,18 +107,18 @@ class LocalCluster:
 
         Args:
             fn: a function at the top level of a module or a script.
-            *args: its arguments, which ``pickle`` copies.
-            faults: what goes wrong on purpose.
-            check: whether to raise where a process failed.
+            *args: its arguments, which are pickled.
+            faults: failures to inject.
+            check: whether to raise if a process failed.
 
         Returns:
             How each process ended and what the function returned, in the order of the processes.
 
         Raises:
-            ProcessFailedError: a process failed or ran out of time; the message has what each printed. A
+            ProcessFailedError: a process failed or ran out of time; the message has their output. A
                 ``RuntimeError``.
-            ArgumentError: a fault is for no process.
-            ArgumentTypeError: ``pickle`` cannot copy the function or an argument; a ``TypeError``.
+            ArgumentError: a fault is for a process that does not exist.
+            ArgumentTypeError: the function or an argument cannot be pickled; a ``TypeError``.
         """
         faults = list(faults)
         for fault in faults:
@@ -134,7 +133,7 @@ class LocalCluster:
                 if module == _MAIN and not file:
                     raise pickle.PicklingError("a notebook has no file to import the function from")
                 _write(Path(folder) / _CALL, (fn, args))
-            except Exception as error:  # of the arguments' own classes, or of pickle
+            except Exception as error:  # from pickle, or the arguments' __reduce__
                 wanted = (
                     "a function at the top level of a module or a script, and what pickle can copy"
                 )
@@ -147,7 +146,7 @@ class LocalCluster:
         return results
 
     def _results(self, folder: Path) -> list[ProcessResult]:
-        # Not with -m: importing the package imports the module before it would be run.
+        # Not with -m, which would import this module twice.
         command = [sys.executable, "-c", f"from {__name__} import run_in_child; run_in_child()"]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         environment = {**os.environ, "PYTHONPATH": path}
@@ -161,29 +160,29 @@ class LocalCluster:
             return stdout.extend, stderr.extend
 
         with ProcessGroup(specs, sinks, ended.put) as group:
-            left = self._await(group, ended)
-            group.send(_STACKS)
-            group.wait(_PRINTING)
+            still_running = self._await(group, ended)
+            group.send(_STACK_SIGNAL)
+            group.wait(_STACK_SECONDS)
         return [
-            _result(child, output, child.spec.index in left)
+            _result(child, output, child.spec.index in still_running)
             for child, output in zip(group.children, outputs, strict=True)
         ]
 
     def _await(self, group: ProcessGroup, ended: queue.SimpleQueue[ChildProcess]) -> set[int]:
-        """Waits for the processes; returns those that did not end by themselves."""
-        limit = time.monotonic() + self._timeout
+        """Waits for the processes to end; returns the indices of those that did not in time."""
+        deadline = time.monotonic() + self._timeout
         while group.running:
             try:
-                child = ended.get(timeout=max(0.0, limit - time.monotonic()))
+                child = ended.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 break
             if child.code != 0 and self._grace is not None:
-                limit = min(limit, time.monotonic() + self._grace)
+                deadline = min(deadline, time.monotonic() + self._grace)
         return {child.spec.index for child in group.running}
 
 
 def _result(
-    child: ChildProcess, output: tuple[bytearray, bytearray], was_left: bool
+    child: ChildProcess, output: tuple[bytearray, bytearray], ended_by_cluster: bool
 ) -> ProcessResult:
     spec = child.spec
     file = _result_file(spec.status.parent, spec.index)
@@ -200,7 +199,7 @@ def _result(
         seconds=child.seconds,
         step=status.step,
         phase=status.phase,
-        ended_by_cluster=was_left,
+        ended_by_cluster=ended_by_cluster,
     )
 
 
@@ -229,7 +228,7 @@ def _failure(
     return "\n".join([title, *(result.report() for result in ordered)])
 
 
-_SHOWN = 40
+_MAX_LINES = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,29 +236,29 @@ class ProcessResult:
     """How one process of a ``LocalCluster`` ended, and what it returned."""
 
     process: int
-    """Which one, from 0."""
+    """The number of the process, from 0."""
     value: Any
-    """What the function returned, arrays as NumPy arrays; None where it did not return."""
+    """What the function returned, arrays as NumPy arrays; None if it did not return."""
     stdout: str
-    """All that it printed."""
+    """Its standard output."""
     stderr: str
-    """All that it printed there, tracebacks and the stacks after a time-out among it."""
+    """Its standard error, including tracebacks and the stacks after a timeout."""
     exit_code: int | None
-    """0 where all went well; None where a signal ended it."""
+    """0 if it succeeded; None if a signal ended it."""
     signal: str | None
-    """The name of the signal that ended it, such as ``"SIGKILL"``; None where none did."""
+    """The name of the signal that ended it, such as ``"SIGKILL"``; None otherwise."""
     seconds: float
-    """How long it ran, the start of Python included."""
+    """How long it ran, including the start of Python."""
     step: int | None
-    """The last step that it reported; None where it reported none."""
+    """The last step that it reported; None if it reported none."""
     phase: str
     """The last phase that it reported."""
     ended_by_cluster: bool
-    """Whether the cluster ended it: it ran out of time, or another process had failed."""
+    """True if the cluster killed it: it ran out of time, or another process had failed."""
 
     @property
     def failed(self) -> bool:
-        """Whether it ended otherwise than with exit code 0."""
+        """True if it did not end with exit code 0."""
         return self.exit_code != 0
 
     def __str__(self) -> str:
@@ -270,31 +269,30 @@ class ProcessResult:
         return f"process {self.process}: {how}{by}{at}{phase} after {self.seconds:.1f} s"
 
     def report(self) -> str:
-        """Returns how it ended and the last lines of what it printed."""
+        """Returns how it ended, with the last lines of its output."""
         lines = [str(self)]
         for name, text in (("stdout", self.stdout), ("stderr", self.stderr)):
-            lines += [f"  {name} | {line}" for line in text.splitlines()[-_SHOWN:]]
+            lines += [f"  {name} | {line}" for line in text.splitlines()[-_MAX_LINES:]]
         return "\n".join(lines)
 
 
 def _result_file(meeting: Path, process: int) -> Path:
-    """Returns the file in which a process leaves what its function returned."""
     return meeting / f"result-{process}.pickle"
 
 
 def run_in_child() -> None:
-    """Calls the function in one of the processes, and leaves its value in a file.
+    """Calls the function in a child process, and writes its result into a file.
 
-    An exception ends the process at once: where JAX alone has connected the processes, an ordinary exit
-    would wait for the others, at its barrier.
+    An exception ends the process at once: if only JAX has connected the processes, a normal exit would
+    wait for the others at JAX's shutdown barrier.
     """
     faulthandler.enable()
-    faulthandler.register(_STACKS, all_threads=True)
+    faulthandler.register(_STACK_SIGNAL, all_threads=True)
     try:
         _call(Path(os.environ[MEETING]), int(os.environ[PROCESS_ID]))
     except Exception as error:
         if not current_job().is_alone:
-            raise  # the job tells the others, and leaves
+            raise  # the job notifies the other processes and exits
         traceback.print_exc()
         status_writer().error("".join(traceback.format_exception_only(error)).strip())
         sys.stdout.flush()
@@ -313,7 +311,7 @@ def _call(meeting: Path, process: int) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Copies arrays of JAX as those of NumPy, which start no backend where they are read."""
+    """Pickles JAX arrays as NumPy arrays, whose unpickling starts no backend."""
 
     def reducer_override(self, value: Any) -> Any:
         return (
@@ -322,7 +320,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _write(path: Path, value: Any) -> None:
-    """Writes a value into a file that nobody sees half written."""
+    """Pickles a value into a file that is complete or absent."""
     part = path.with_name(f".part-{path.name}")
     with part.open("wb") as file:
         _Pickler(file).dump(value)
@@ -330,15 +328,14 @@ def _write(path: Path, value: Any) -> None:
 
 
 def _read(path: Path) -> Any:
-    """Reads what ``_write`` wrote."""
     with path.open("rb") as file:
         return pickle.load(file)
 
 
 def _import(module: str, file: str) -> None:
-    """Imports the module in which pickle finds the function, by its name or else from its file.
+    """Imports the module of the pickled function, by its name or else from its file.
 
-    A script is not run as the main program: the part of it that starts the cluster does not run again.
+    A script is imported as ``__mp_main__``, so that its ``if __name__ == "__main__"`` does not run again.
     """
     if module != _MAIN:
         try:

@@ -18,23 +18,23 @@ from distribute_jax.training import Model
 
 
 def check_equals_one_device(strategy: Strategy, step: StepFunction, batch: Any) -> Any:
-    """Runs a step on all replicas, and from a copy of the state on one device with the whole batch.
+    """Runs a step on all replicas and, from a copy of the state, on one device with the global batch.
 
-    State and mirrored results must agree to rounding, and so must each row of a result that has one
-    for each example. Of other values that each replica has for itself, the sum or the mean must be the
-    value on one device: the parts of ``compute_average_loss`` sum to it, means over equal shares
-    average to it. Which of the two it is, ``strategy.reduce`` has to say. Anything else cannot be
-    compared and raises. A logged warning names state that a step changes by hardly more than its
-    rounding, where a wrong scale could not be seen.
+    State and mirrored results must agree to rounding, and so must each row of a result with one row per
+    example. Of other values that differ between replicas, the sum or the mean must be the value on one
+    device: the parts of ``compute_average_loss`` sum to it, means over equal shares average to it (pass
+    the right reduction to ``strategy.reduce``). Anything else cannot be compared and raises. A logged
+    warning names state that the step changes by hardly more than rounding, where a wrong scale would not
+    show.
 
-    Steps that draw random numbers or use the statistics of each replica's share are not equal by
-    nature: turn dropout off, synchronise batch norm.
+    Steps that draw random numbers or use the statistics of each replica's share differ by design: turn
+    dropout off, synchronise batch norm.
 
     Args:
-        strategy: whose replicas run the step.
-        step: the function given to ``strategy.run``.
-        batch: an element of ``strategy.distribute_dataset``, or a pytree of arrays, dim 0 the examples
-            of the global batch, which is distributed first. A tuple becomes several arguments.
+        strategy: the strategy that runs the step.
+        step: the function passed to ``strategy.run``.
+        batch: an element of ``strategy.distribute_dataset``, or a pytree of arrays whose dim 0 is the
+            examples of the global batch, which is then distributed. A tuple becomes several arguments.
 
     Returns:
         What ``strategy.run`` returned; the state has been updated by this one step.
@@ -54,22 +54,22 @@ def check_equals_one_device(strategy: Strategy, step: StepFunction, batch: Any) 
 
 
 def replay_step(model: Model, checkpoint: Any, batch: Any, times: int = 2) -> dict[str, Any]:
-    """Computes the gradients of one batch again, from a checkpoint, and compares their bits.
+    """Computes the gradients of one batch several times, from a checkpoint, and compares their bits.
 
-    Use it to examine a step that went wrong. Where nothing differs, compare the hashes with those of other
-    devices or another machine: they show which device always computes wrongly.
+    Use it to examine a step that went wrong. If nothing differs, compare the hashes with those of other
+    devices or another machine, to find a device that always computes wrongly.
 
     Args:
-        model: a compiled model, which gets the state of the checkpoint and is not trained.
-        checkpoint: what ``model.save`` or ``ModelCheckpoint`` wrote, before the step.
+        model: a compiled model; the checkpoint is loaded into it, and it is not trained.
+        checkpoint: written by ``model.save`` or ``ModelCheckpoint`` before the step.
         batch: the global batch of the step, as for ``check_equals_one_device``.
-        times: how often.
+        times: how often to compute the gradients.
 
     Returns:
-        For each variable that is trained hashes of the bits of its gradient, one row for each replica.
+        For each trained variable the hashes of its gradient's bits, one row per replica.
 
     Raises:
-        NotEqualError: a replica's gradients are not the same bits each time; names replicas and variables.
+        NotEqualError: a replica's gradients differ between the times; names replicas and variables.
 
     Example:
         >>> import distribute_jax as dj, numpy as np, tempfile
@@ -101,20 +101,19 @@ nnx.Rngs or jax.devices() (in a notebook: restart the kernel first), or start Py
 
 
 def simulate(n: int) -> None:
-    """Makes n virtual CPU devices for this process, also on a machine with a GPU.
+    """Gives this process n virtual CPU devices, also on a machine with a GPU.
 
-    Call it before JAX starts: right after the imports. The devices compute in turns on the cores
-    there are, so they show that a program is right, not how fast it is on n real devices. JAX is not
-    started by it: in a job of several processes each gets n devices, and meets the others when its
-    ``MultiWorkerMirroredStrategy`` is made. Setting
-    ``XLA_FLAGS=--xla_force_host_platform_device_count=n`` before Python starts works as well.
+    Call it before JAX starts: right after the imports. The devices share the CPU cores, so they show that
+    a program is correct, not how fast it is on n real devices. It does not start JAX: in a job of several
+    processes each gets n devices, and connects to the others when its ``MultiWorkerMirroredStrategy`` is
+    made. Setting ``XLA_FLAGS=--xla_force_host_platform_device_count=n`` before Python starts works as well.
 
     Args:
         n: the number of devices, at least 1.
 
     Raises:
         ValueError: n is not a positive int.
-        RuntimeError: JAX has started already with other devices; the message says what to do.
+        RuntimeError: JAX has already started with other devices; the message says what to do.
 
     Example:
         >>> import distribute_jax as dj
@@ -125,9 +124,7 @@ def simulate(n: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", n)
         jax.config.update("jax_platforms", "cpu")
-    except (
-        RuntimeError
-    ):  # JAX has started; otherwise it is left to start later: processes meet before
+    except RuntimeError:  # JAX has started
         devices = jax.devices()
         kind = devices[0].platform
         if (len(devices), kind) != (n, "cpu"):

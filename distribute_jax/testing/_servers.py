@@ -1,4 +1,4 @@
-"""For parameter servers: ``kill`` and ``disturb_messages``, ``record`` and ``replay`` of training."""
+"""Tests of parameter servers: ``kill`` and ``disturb_messages`` inject faults; ``record`` and ``replay``."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from distribute_jax.strategies._parameter_server import ParameterServerStrategy
 
 
 class Log:
-    """The updates of a ``record`` block, with all that they were computed from."""
+    """The updates of a ``record`` block, with everything needed to repeat them."""
 
     def __init__(self, strategy: ParameterServerStrategy, recording: Recording) -> None:
         self._strategy, self._recording = strategy, recording
 
     @property
     def updates(self) -> int:
-        """How many updates it has."""
+        """The number of updates."""
         return len(self._recording.updates)
 
     @property
     def staleness(self) -> dict[int, int]:
-        """How many updates came so many updates after the state that they were computed from."""
+        """How many updates had each staleness: the number of updates since their weights were read."""
         return dict(Counter(update.staleness for update, _, _ in self._recording.updates))
 
     def __repr__(self) -> str:
@@ -35,9 +35,9 @@ class Log:
 
 @contextmanager
 def record(strategy: ParameterServerStrategy) -> Iterator[Log]:
-    """Records the updates of what is scheduled in the block, for :func:`replay`.
+    """Records the updates of the functions scheduled in the block, for :func:`replay`.
 
-    The block begins and ends with a ``join``. The batches of all updates are kept while the log is.
+    The block begins and ends with a ``join``. The log keeps the batches of all updates.
 
     Args:
         strategy: a ``ParameterServerStrategy``.
@@ -70,15 +70,15 @@ def record(strategy: ParameterServerStrategy) -> Iterator[Log]:
 def kill(
     strategy: ParameterServerStrategy, *, worker: int | None = None, server: int | None = None
 ) -> None:
-    """Ends the process of a worker or a server with SIGKILL, to see that training survives it.
+    """Kills the process of a worker or a server with SIGKILL, to test that training survives it.
 
     Args:
-        strategy: a ``ParameterServerStrategy`` with processes, of which closures have been scheduled.
+        strategy: a ``ParameterServerStrategy`` with processes, on which functions have been scheduled.
         worker: the number of a worker.
         server: or that of a server.
 
     Raises:
-        ValueError: not exactly one of the two is passed, or there is none of that number.
+        ValueError: not exactly one of the two is passed, or the number is out of range.
         NotImplementedError: the workers are threads.
         RuntimeError: nothing was scheduled yet.
 
@@ -115,21 +115,21 @@ def disturb_messages(
     seconds: float = 0.01,
     seed: int = 0,
 ) -> Iterator[None]:
-    """Disturbs messages between workers and servers in the block, to see that training survives it.
+    """Disturbs messages between workers and servers in the block, to test that training survives it.
 
-    A worker that a request or a reply does not reach connects again, and another run of its function is
-    scheduled. Of a part of an update that a server gets twice it takes one. With every engine.
+    A worker that loses a request or a reply reconnects, and its function is scheduled again. A server that
+    receives part of an update twice applies it once. Works with every engine.
 
     Args:
         strategy: a ``ParameterServerStrategy``.
-        lost: the share of requests, and of replies, that are lost; at most 0.5.
-        duplicated: the share of parts of updates that are sent twice.
-        delayed: the share of requests, and of replies, that come late.
-        seconds: how late.
-        seed: which messages these are.
+        lost: the fraction of requests, and of replies, that are lost; at most 0.5.
+        duplicated: the fraction of the parts of updates that are sent twice.
+        delayed: the fraction of requests, and of replies, that are delayed.
+        seconds: how long they are delayed.
+        seed: determines which messages are disturbed.
 
     Raises:
-        ValueError: an argument is not what it should be.
+        ValueError: an invalid argument.
 
     Example:
         >>> import distribute_jax as dj
@@ -166,15 +166,15 @@ def disturb_messages(
 def replay(log: Log) -> None:
     """Repeats the updates of a log on one device, one after the other, and compares them bit by bit.
 
-    ``ParameterServerStrategy`` promises that a run on many workers equals this. Each update is computed from
-    the version of the weights that it was computed from then, which may be a stale one. Where workers
-    compute on another kind of device, or on several each, results can differ by rounding.
+    ``ParameterServerStrategy`` guarantees that a run on many workers equals this. Each update uses the
+    version of the weights from which it was first computed, which may be stale. If workers compute on
+    another kind of device, or on several each, results can differ by rounding.
 
     Args:
         log: what :func:`record` yielded, after its block.
 
     Raises:
-        ValueError: results or variables have other bits (``NotEqualError``); it names them.
+        ValueError: results or variables differ in their bits (``NotEqualError``); it names them.
 
     Example:
         See :func:`record`.

@@ -1,4 +1,4 @@
-"""Strategies to run a test under: ``strategy_combinations``, their factories and devices."""
+"""``strategy_combinations``: runs a test under several strategies and numbers of replicas."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from distribute_jax.strategies import (
 )
 
 StrategyFactory = Callable[[list[jax.Device]], Strategy]
-"""Makes a strategy with one replica on each of the devices."""
+"""Makes a strategy with one replica on each device."""
 
-LIBRARY: tuple[Any, ...] = (OneDeviceStrategy, MirroredStrategy, CentralStorageStrategy)
+_DEFAULT_FACTORIES: tuple[Any, ...] = (OneDeviceStrategy, MirroredStrategy, CentralStorageStrategy)
 
 
 @dataclass(frozen=True)
 class Combination:
-    """A strategy that is not made yet, and its number of replicas."""
+    """A factory of strategies, and a number of replicas."""
 
     name: str
     factory: Any
     replicas: int
 
     def __str__(self) -> str:
-        """Returns the id of a test that runs with it, as ``"mirrored-4"``."""
+        """Returns the id of its test, such as ``"mirrored-4"``."""
         return f"{self.name}-{self.replicas}"
 
-    def made(self) -> Strategy:
-        """Makes the strategy on this process's first devices."""
+    def create(self) -> Strategy:
+        """Makes the strategy on the first local devices."""
         devices = jax.local_devices()[: self.replicas]
         strategy: Strategy = self.factory(
             devices[0] if self.factory is OneDeviceStrategy else devices
@@ -55,8 +55,8 @@ class Combination:
 
 
 def possible_counts(factory: Any) -> tuple[int, ...]:
-    """Returns the numbers of replicas that a factory can make: OneDeviceStrategy makes one only."""
-    return (1,) if factory is OneDeviceStrategy else REPLICAS
+    """Returns the numbers of replicas that a factory supports: OneDeviceStrategy only one."""
+    return (1,) if factory is OneDeviceStrategy else REPLICA_COUNTS
 
 
 _FACTORIES = (
@@ -65,14 +65,14 @@ _FACTORIES = (
 
 
 def named_factories(strategies: Any) -> dict[str, Any]:
-    """Returns factories by name; a list gets the names of its classes and functions."""
+    """Returns factories by name; those of a list have the names of their classes and functions."""
     with converting("strategies", strategies, _FACTORIES):
         is_dict = isinstance(strategies, Mapping)
-        named = dict(strategies if is_dict else ((factory_name(f), f) for f in strategies))
-        are_good = len(named) == len(strategies) > 0 and "<lambda>" not in named
-    if not are_good or not all(map(callable, named.values())):
+        by_name = dict(strategies if is_dict else ((factory_name(f), f) for f in strategies))
+        have_names = len(by_name) == len(strategies) > 0 and "<lambda>" not in by_name
+    if not have_names or not all(map(callable, by_name.values())):
         refuse("strategies", _FACTORIES, strategies)
-    return named
+    return by_name
 
 
 def factory_name(factory: Any) -> str:
@@ -88,16 +88,15 @@ _ARGUMENT = "strategy"
 
 
 class Combinations(Collection[Combination]):
-    """Strategies and their numbers of replicas; JAX starts when they are looked at, not before."""
+    """Strategies and their numbers of replicas; JAX starts when this is iterated over, not before."""
 
     def __init__(self, strategies: Any = None, replicas: Any = None) -> None:
         if replicas is not None:
-            check_some("replicas", replicas, REPLICAS)
-        chosen = LIBRARY if strategies is None else strategies
+            check_subset("replicas", replicas, REPLICA_COUNTS)
+        chosen = _DEFAULT_FACTORIES if strategies is None else strategies
         self._factories, self._replicas = named_factories(chosen), replicas
 
     def __iter__(self) -> Iterator[Combination]:
-        """Returns those for which there are devices."""
         counts = replica_counts(self._replicas)
         combinations = [
             Combination(name, factory, count)
@@ -133,22 +132,22 @@ def strategy_combinations(
 def strategy_combinations(
     test: Test | None = None, /, *, strategies: Any = None, replicas: Sequence[int] | None = None
 ) -> Any:
-    """Runs a test of your own under every strategy and number of replicas.
+    """Runs a test under every strategy and number of replicas.
 
     It decorates a function with an argument ``strategy``. pytest shows one test for each combination,
-    as ``test_loss[mirrored-4]``. Called without ``strategy``, by another runner or by hand, the function
-    runs under all combinations, and those that failed are reported together. Each run gets a strategy
-    that was made for it.
+    such as ``test_loss[mirrored-4]``. Called without ``strategy``, by another runner or by hand, the
+    function runs under all combinations, and those that failed are reported together. Each run gets a new
+    strategy.
 
     For a pytest fixture ``strategy`` instead, which runs each test that takes it under all
     combinations of the library, put ``pytest_plugins = ["distribute_jax.testing.pytest_plugin"]``
     into your conftest.py.
 
     Args:
-        test: the function, where the decorator stands without arguments.
-        strategies: what to run under: a list of functions or classes that make a strategy from a list
-            of ``jax.Device``, or a dict that gives each a name; None means ``OneDeviceStrategy``,
-            ``MirroredStrategy`` and ``CentralStorageStrategy``.
+        test: the function, if the decorator is used without arguments.
+        strategies: a list of functions or classes that make a strategy from a list of ``jax.Device``, or
+            a dict from names to such functions; None means ``OneDeviceStrategy``, ``MirroredStrategy``
+            and ``CentralStorageStrategy``.
         replicas: the numbers of replicas; None means those of 1, 2, 4 and 8 for which there are
             devices. ``OneDeviceStrategy`` runs with 1 only.
 
@@ -156,10 +155,10 @@ def strategy_combinations(
         The test, or a decorator that makes it.
 
     Raises:
-        ValueError: the function takes no ``strategy``, or an argument is wrong; when the tests are
+        ValueError: the function has no argument ``strategy``, or an argument is wrong; when the tests are
             collected or run: there are too few devices.
         ExceptionGroup: the function was called without ``strategy`` and failed under some
-            combinations; it holds the errors of all, each with a note that names its combination.
+            combinations; it holds their errors, each with a note that names its combination.
 
     Example:
         >>> import distribute_jax as dj
@@ -185,7 +184,7 @@ def _decorated(test: Test, combinations: Combinations) -> Test:
         if _ARGUMENT not in arguments:
             return _under_all(test, combinations, args, kwargs)
         if isinstance(arguments[_ARGUMENT], Combination):
-            kwargs[_ARGUMENT] = arguments[_ARGUMENT].made()
+            kwargs[_ARGUMENT] = arguments[_ARGUMENT].create()
         return test(*args, **kwargs)
 
     return _parametrized(under_combinations, combinations)
@@ -193,7 +192,7 @@ def _decorated(test: Test, combinations: Combinations) -> Test:
 
 def _check_takes_strategy(test: Any) -> None:
     is_plain = inspect.isfunction(test) and not (
-        # Calling these runs none of their code, so that they would pass whatever they say.
+        # Calling these runs none of their code, so they would always pass.
         inspect.iscoroutinefunction(test) or inspect.isgeneratorfunction(test)
     )
     if not is_plain or _ARGUMENT not in inspect.signature(test).parameters:
@@ -209,7 +208,7 @@ def _under_all(
     failed: dict[str, Exception] = {}
     for combination in combinations:
         try:
-            test(*args, **kwargs, strategy=combination.made())
+            test(*args, **kwargs, strategy=combination.create())
         except Exception as error:
             error.add_note(f"under {combination}")
             failed[str(combination)] = error
@@ -222,7 +221,7 @@ def _under_all(
 
 
 def _parametrized(test: Test, combinations: Combinations) -> Test:
-    """Lets pytest make one test of each combination; it is not imported where it does not run."""
+    """Makes pytest create one test per combination, if pytest is running."""
     pytest: Any = sys.modules.get("pytest")
     if pytest is None:
         return test
@@ -230,28 +229,28 @@ def _parametrized(test: Test, combinations: Combinations) -> Test:
     return marked
 
 
-REPLICAS = (1, 2, 4, 8)
-"""The numbers of replicas that are tried; each divides the eight examples of a full batch."""
+REPLICA_COUNTS = (1, 2, 4, 8)
+"""The numbers of replicas to try; each divides the eight examples of a full batch."""
 
 
 def replica_counts(
-    asked: Sequence[int] | None, possible: Sequence[int] = REPLICAS
+    requested: Sequence[int] | None, possible: Sequence[int] = REPLICA_COUNTS
 ) -> tuple[int, ...]:
-    """Returns the numbers of replicas to try; None means all possible for which there are devices."""
-    have = len(jax.local_devices())
-    if asked is None:
-        return tuple(count for count in possible if count <= have)
-    check_some("replicas", asked, REPLICAS)
-    if max(asked) > have:
+    """Returns the numbers of replicas to try; None means all possible ones for which there are devices."""
+    available = len(jax.local_devices())
+    if requested is None:
+        return tuple(count for count in possible if count <= available)
+    check_subset("replicas", requested, REPLICA_COUNTS)
+    if max(requested) > available:
         raise ArgumentError(
-            f"replicas={list(asked)}: this process has {have} device(s). Call "
-            f"dj.simulate({max(asked)}) before JAX starts, or ask for fewer."
+            f"replicas={list(requested)}: this process has {available} device(s). Call "
+            f"dj.simulate({max(requested)}) before JAX starts, or ask for fewer."
         )
-    return tuple(asked)
+    return tuple(requested)
 
 
-def check_some(name: str, values: Any, allowed: Sequence[Any]) -> None:
-    """Raises for an argument that is not a list of some of the allowed values."""
+def check_subset(name: str, values: Any, allowed: Sequence[Any]) -> None:
+    """Raises unless an argument is a list of some of the allowed values."""
     is_list = isinstance(values, (list, tuple)) and len(values) > 0
     if not is_list or not all(is_choice(value, allowed) for value in values):
         refuse(name, f"a list of some of {', '.join(map(repr, allowed))}", values)

@@ -1,12 +1,12 @@
-"""A pytest plugin: ``strategy`` runs a test under every strategy, ``local_cluster`` gives real processes.
+"""A pytest plugin with the fixtures ``strategy`` and ``local_cluster``.
 
 Put ``pytest_plugins = ["distribute_jax.testing.pytest_plugin"]`` into the conftest.py at the root of
-your tests. Each test that takes ``strategy`` is then shown once for each strategy and number of replicas
-for which there are devices, as ``test_loss[mirrored-4]``. To choose among them, decorate a test with
+your tests. Each test that takes ``strategy`` then runs once for each strategy and number of replicas
+for which there are devices, such as ``test_loss[mirrored-4]``. To choose among them, decorate a test with
 ``dj.testing.strategy_combinations``, which needs no plugin.
 
 A test that takes ``local_cluster`` gets a ``dj.testing.LocalCluster`` of two processes with two devices each,
-or, marked with ``@pytest.mark.local_cluster(4, 1, timeout=60)``, that of these arguments.
+or, marked with ``@pytest.mark.local_cluster(4, 1, timeout=60)``, one with these arguments.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ def _strategy_combination(request: pytest.FixtureRequest) -> Combination:
 @pytest.fixture
 def strategy(_strategy_combination: Combination) -> Strategy:
     """A new strategy, of each kind and number of replicas in turn."""
-    return _strategy_combination.made()
+    return _strategy_combination.create()
 
 
 @pytest.fixture
 def local_cluster(request: pytest.FixtureRequest) -> LocalCluster:
-    """Real processes: two with two devices each, or as the mark of the same name says."""
+    """Real processes: two with two devices each, or as the marker of the same name says."""
     mark = request.node.get_closest_marker("local_cluster")
     return LocalCluster(2, 2) if mark is None else LocalCluster(*mark.args, **mark.kwargs)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes the mark known."""
+    """Registers the marker."""
     config.addinivalue_line(
         "markers",
-        "local_cluster(processes, devices_per_process, **options): what local_cluster has",
+        "local_cluster(processes, devices_per_process, **options): arguments of the fixture's LocalCluster",
     )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs tests that take the fixture above once for each combination.
+    """Parametrizes tests that take ``strategy``.
 
     The devices are counted only here, after every conftest.py could choose them.
     """

@@ -1,7 +1,7 @@
 """The checks that every strategy passes: each public function of ``_values`` and ``_state`` is one.
 
-A check takes a ``Subject`` and yields ``Fact``s; it compares nothing itself, so that all that is wrong is
-reported. ``_core`` knows no check, and no check knows another.
+A check takes a ``Subject`` and yields ``Fact``s; it raises nothing itself, so that everything wrong is
+reported.
 """
 
 import inspect
@@ -15,6 +15,6 @@ CHECKS: dict[str, Check] = {
     for name, check in vars(module).items()
     if inspect.isfunction(check) and check.__module__ == module.__name__ and name[0] != "_"
 }
-"""Each check by its name, in the order in which they run."""
+"""The checks by name, in the order in which they run."""
 
 __all__ = ["CHECKS", "Check", "Fact", "Subject", "error_line"]

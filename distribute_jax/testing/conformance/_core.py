@@ -1,4 +1,4 @@
-"""What checks are made of: a subject, which is a strategy on known devices, and facts."""
+"""The parts of a check: a ``Subject``, which is a strategy on known devices, and ``Fact``s."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from distribute_jax.strategies import Strategy, get_replica_context
 ROUNDING = 1e-5
 """Relative to the largest number of an array: float32 sums in another order differ by less."""
 
-
 _ARRAYS = (np.ndarray, np.generic, jax.Array)
 
 
@@ -28,14 +27,13 @@ class Fact:
     """One comparison of a check."""
 
     what: str
-    """What was looked at, in words."""
+    """What was compared, in words."""
     received: Any
     expected: Any
     rtol: float = ROUNDING
-    """How far floating numbers may be apart, relative to the largest; 0 for bitwise."""
+    """The tolerance of floating numbers, relative to the largest one; 0 for equal bits."""
 
     def holds(self) -> bool:
-        """Returns whether what was received is what was expected."""
         received, expected = self.received, self.expected
         if isinstance(expected, float):
             return self._are_close(np.asarray(received), np.asarray(expected))
@@ -56,49 +54,49 @@ class Fact:
         return np.allclose(a, b, rtol=0, atol=self.rtol * np.abs(b).max(initial=1e-30))
 
 
-def same(what: str, received: Any, expected: Any, rtol: float = ROUNDING) -> Iterator[Fact]:
-    """Compares two pytrees leaf by leaf; where their structures differ, these."""
+def compare(what: str, received: Any, expected: Any, rtol: float = ROUNDING) -> Iterator[Fact]:
+    """Compares two pytrees leaf by leaf, or their structures if these differ."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(received)
-    wanted, wanted_structure = jax.tree_util.tree_flatten_with_path(expected)
-    if str(structure) != str(wanted_structure):
-        yield Fact(f"the structure of {what}", str(structure), str(wanted_structure))
+    expected_leaves, expected_structure = jax.tree.flatten(expected)
+    if str(structure) != str(expected_structure):
+        yield Fact(f"the structure of {what}", str(structure), str(expected_structure))
         return
-    for (path, leaf), (_, wanted_leaf) in zip(leaves, wanted, strict=True):
+    for (path, leaf), expected_leaf in zip(leaves, expected_leaves, strict=True):
         name = f"{what}, leaf {path_text(path)}" if path else what
-        yield Fact(name, leaf, wanted_leaf, rtol)
+        yield Fact(name, leaf, expected_leaf, rtol)
 
 
-def on_each(
+def compare_on_each(
     what: str, parts: Sequence[Any], expected: Sequence[Any], rtol: float = ROUNDING
 ) -> Iterator[Fact]:
-    """Compares what every replica has with what it should have."""
+    """Compares each replica's pytree with the one expected for it."""
     yield Fact(f"the number of replicas that have {what}", len(parts), len(expected))
-    for i, (part, wanted) in enumerate(zip(parts, expected, strict=False)):
-        yield from same(f"{what} on replica {i}", part, wanted, rtol)
+    for i, (part, expected_part) in enumerate(zip(parts, expected, strict=False)):
+        yield from compare(f"{what} on replica {i}", part, expected_part, rtol)
 
 
-def on_all(
+def compare_on_all(
     what: str, parts: Sequence[Any], expected: Any, rtol: float = ROUNDING
 ) -> Iterator[Fact]:
-    """Compares what every replica has with one and the same pytree."""
-    return on_each(what, parts, [expected] * len(parts), rtol)
+    """Compares each replica's pytree with the same expected one."""
+    return compare_on_each(what, parts, [expected] * len(parts), rtol)
 
 
 def refuses(what: str, call: Callable[[], Any], kind: type[Exception]) -> Fact:
-    """Expects a call to raise an error of a kind."""
-    return Fact(what, outcome(call, kind), kind.__name__)
+    """Expects a call to raise an error of this kind."""
+    return Fact(what, _outcome(call, kind), kind.__name__)
 
 
 def succeeds(what: str, call: Callable[[], Any]) -> Fact:
     """Expects a call to raise nothing."""
-    return Fact(what, outcome(call), "no error")
+    return Fact(what, _outcome(call), "no error")
 
 
-def outcome(call: Callable[[], Any], kind: type[Exception] | None = None) -> str:
-    """Returns which error a call raises: the kind alone where it is the one that was asked for."""
+def _outcome(call: Callable[[], Any], kind: type[Exception] | None = None) -> str:
+    """Returns the error that a call raises as text: only its name if it is of the expected kind."""
     try:
         call()
-    except LoweringError:  # ends the check: it says nothing about what was called
+    except LoweringError:  # ends the check: the lowering cannot run the step at all
         raise
     except Exception as error:
         if kind is not None and isinstance(error, kind):
@@ -108,42 +106,40 @@ def outcome(call: Callable[[], Any], kind: type[Exception] | None = None) -> str
 
 
 def error_line(error: Exception) -> str:
-    """Returns an error as one line."""
     return f"{type(error).__name__}: {error_text(error)}"
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A strategy that is being checked."""
+    """The strategy that is being checked."""
 
     strategy: Strategy
     devices: tuple[jax.Device, ...]
-    """Where its replicas should be, in order."""
+    """The device of each replica, in order."""
     options: RunOptions
-    """What every step runs with: the lowering."""
+    """The options of every step: the lowering."""
 
     @property
     def n(self) -> int:
         """The number of replicas."""
         return len(self.devices)
 
-    def made(self, make: Callable[[], Any]) -> Any:
-        """Makes state under the strategy's scope."""
+    def create(self, make: Callable[[], Any]) -> Any:
+        """Calls ``make`` in the strategy's scope."""
         with self.strategy.scope():
             return make()
 
     def run(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Runs a step on all replicas."""
         return self.strategy.run(step, args=args, options=self.options)
 
-    def seen(self, step: Callable[..., Any], *args: Any) -> list[Any]:
-        """Runs a step; returns what each replica itself has of the result, as NumPy arrays."""
+    def run_per_replica(self, step: Callable[..., Any], *args: Any) -> list[Any]:
+        """Runs a step; returns each replica's own result, as NumPy arrays."""
 
         @functools.wraps(step)  # so that run finds the state that the step captures
-        def with_results_apart(*args: Any) -> Any:
-            return apart(step(*args))
+        def with_per_replica_results(*args: Any) -> Any:
+            return as_per_replica(step(*args))
 
-        return self.parts(self.run(with_results_apart, *args))
+        return self.parts(self.run(with_per_replica_results, *args))
 
     def parts(self, value: Any) -> list[Any]:
         """Returns each replica's part of a value, as NumPy arrays."""
@@ -157,7 +153,7 @@ class Subject:
         )
 
     def batches(self, data: Sequence[Any]) -> list[Any]:
-        """Spreads global batches over the replicas."""
+        """Distributes global batches."""
         return list(self.strategy.distribute_dataset(data))
 
 
@@ -165,21 +161,20 @@ Check = Callable[[Subject], Iterator[Fact]]
 
 
 def replica() -> Any:
-    """Returns the context of this replica."""
     return get_replica_context()
 
 
-def number() -> jax.Array:
-    """Returns 1.0 to replica 0, 2.0 to replica 1, and so on."""
+def replica_number() -> jax.Array:
+    """Returns 1.0 on replica 0, 2.0 on replica 1, and so on."""
     return jnp.asarray(replica().replica_id_in_sync_group, jnp.float32) + 1
 
 
-def power() -> jax.Array:
-    """Returns 1, 2, 4, … to the replicas: no two sets of replicas have the same sum."""
-    return jnp.exp2(number() - 1)
+def power_of_two() -> jax.Array:
+    """Returns 1, 2, 4, … on the replicas: no two sets of replicas have the same sum."""
+    return jnp.exp2(replica_number() - 1)
 
 
-def apart(tree: Any) -> Any:
-    """Makes arrays per-replica values, so that all can be read even where they should be equal."""
-    real = number() > 0
-    return jax.tree.map(lambda leaf: jnp.where(real, leaf, jnp.zeros_like(leaf)), tree)
+def as_per_replica(tree: Any) -> Any:
+    """Makes arrays look different on each replica, so that ``run`` returns every copy."""
+    always = replica_number() > 0  # not known to be equal on all replicas
+    return jax.tree.map(lambda leaf: jnp.where(always, leaf, jnp.zeros_like(leaf)), tree)

@@ -20,12 +20,12 @@ from distribute_jax.program import RunOptions
 from distribute_jax.testing.conformance._core import (
     Fact,
     Subject,
-    number,
-    on_all,
-    on_each,
+    compare,
+    compare_on_all,
+    compare_on_each,
     refuses,
     replica,
-    same,
+    replica_number,
     succeeds,
 )
 from distribute_jax.training import Optimizer
@@ -36,36 +36,36 @@ _MEAN, _FIRST = VariableAggregation.MEAN, VariableAggregation.ONLY_FIRST_REPLICA
 _ON_READ = VariableSynchronization.ON_READ
 
 _METHODS = {"assign": (0, 1), "assign_add": (1, 1), "assign_sub": (1, -1)}
-"""How much of the old value stays, and the sign of what is written."""
+"""The factors of the old value and of the written one in the new value."""
 
 
-def _combined(n: int) -> dict[VariableAggregation, float]:
-    """What the replicas' 1, 2, …, n become."""
+def _aggregates(n: int) -> dict[VariableAggregation, float]:
+    """Returns the aggregates of 1, 2, …, n, the values of the replicas."""
     return {_SUM: n * (n + 1) / 2, _MEAN: (n + 1) / 2, _FIRST: 1.0}
 
 
 def _variable(
     s: Subject, aggregation: VariableAggregation, value: Any = 10.0, **kinds: Any
 ) -> Variable:
-    variable: Variable = s.made(lambda: Variable(value, aggregation=aggregation, **kinds))
+    variable: Variable = s.create(lambda: Variable(value, aggregation=aggregation, **kinds))
     return variable
 
 
-def _one_for_each_method(s: Subject, aggregation: VariableAggregation) -> dict[str, Variable]:
+def _one_per_method(s: Subject, aggregation: VariableAggregation) -> dict[str, Variable]:
     return {method: _variable(s, aggregation) for method in _METHODS}
 
 
 def variables_on_write(s: Subject) -> Iterator[Fact]:
-    """Replica r writes r + 1 to 10, then each 4: their sum, mean or first counts, on every replica."""
+    """Replica r writes r + 1, then all write 4: every replica gets their sum, mean or first."""
     equal = {a: 4.0 * (s.n if a is _SUM else 1) for a in VariableAggregation}
-    yield from _written(s, "r + 1", number, _combined(s.n))
+    yield from _written(s, "r + 1", replica_number, _aggregates(s.n))
     yield from _written(s, "4", lambda: 4.0, equal)
 
 
 def _written(
     s: Subject, what: str, write: Callable[[], Any], wanted: dict[VariableAggregation, float]
 ) -> Iterator[Fact]:
-    variables = {aggregation: _one_for_each_method(s, aggregation) for aggregation in wanted}
+    variables = {aggregation: _one_per_method(s, aggregation) for aggregation in wanted}
 
     def step() -> Any:
         return {
@@ -73,56 +73,60 @@ def _written(
             for aggregation, named in variables.items()
         }
 
-    parts = s.seen(step)
+    parts = s.run_per_replica(step)
     for aggregation, written in wanted.items():
         for method, (keeps, sign) in _METHODS.items():
             value, name = np.float32(10 * keeps + sign * written), f"{method} of {what}"
             returned = [part[aggregation.name][method] for part in parts]
-            yield from on_all(f"what {name} returns under {aggregation.name}", returned, value)
+            yield from compare_on_all(
+                f"what {name} returns under {aggregation.name}", returned, value
+            )
             copies = [np.asarray(copy) for copy in variables[aggregation][method].values]
-            yield from on_all(f"the variable after {name} under {aggregation.name}", copies, value)
+            yield from compare_on_all(
+                f"the variable after {name} under {aggregation.name}", copies, value
+            )
 
 
 def variables_on_write_outside(s: Subject) -> Iterator[Fact]:
-    """Outside of ``run`` 4 is assigned, added and taken away as with a plain variable, in all copies."""
+    """Outside ``run`` assigning, adding and subtracting 4 act on all copies as on a plain variable."""
     count = len(s.strategy.extended.parameter_devices)
     for aggregation in VariableAggregation:
-        for method, variable in _one_for_each_method(s, aggregation).items():
+        for method, variable in _one_per_method(s, aggregation).items():
             keeps, sign = _METHODS[method]
-            s.made(partial(getattr(variable, method), 4.0))
+            s.create(partial(getattr(variable, method), 4.0))
             copies = [np.asarray(copy) for copy in variable.values]
             wanted = np.float32(10 * keeps + sign * 4.0)
             what = f"{method}(4) outside under {aggregation.name}"
             yield Fact(f"the number of copies after {what}", len(copies), count)
-            yield from on_all(what, copies, wanted)
+            yield from compare_on_all(what, copies, wanted)
 
 
 def variables_drift_refused(s: Subject) -> Iterator[Fact]:
-    """With aggregation NONE replicas that write different values are refused, and nothing changes."""
+    """With aggregation NONE, writing different values is refused, and nothing changes."""
     variable = _variable(s, _NONE)
     if s.n > 1:
-        call = lambda: s.run(lambda: variable.assign(number()))  # noqa: E731
+        call = lambda: s.run(lambda: variable.assign(replica_number()))  # noqa: E731
         yield refuses("different values under NONE", call, OutOfSyncError)
         yield Fact("the variable afterwards", float(variable.numpy()), 10.0)
 
 
 def variables_on_read(s: Subject) -> Iterator[Fact]:
-    """Each replica writes and reads its own value; outside it reads as the aggregate."""
+    """Each replica writes and reads its own value; outside ``run`` the variable is their aggregate."""
     variables = {a.name: _variable(s, a, synchronization=_ON_READ) for a in VariableAggregation}
 
     def step() -> Any:
         return {
-            name: (v.assign(number()), v.assign_add(1.0), v.read_value())
+            name: (v.assign(replica_number()), v.assign_add(1.0), v.read_value())
             for name, v in variables.items()
         }
 
     numbers = np.arange(1, s.n + 1, dtype=np.float32)
     expected = [dict.fromkeys(sorted(variables), (i, i + 1, i + 1)) for i in numbers]
-    yield from on_each("assign, assign_add and read", s.seen(step), expected)
+    yield from compare_on_each("assign, assign_add and read", s.run_per_replica(step), expected)
     for name, variable in variables.items():
         components = [np.asarray(value) for value in variable.values]
-        yield from on_each(f"the component under {name}", components, list(numbers + 1))
-    for aggregation, total in _combined(s.n).items():
+        yield from compare_on_each(f"the component under {name}", components, list(numbers + 1))
+    for aggregation, total in _aggregates(s.n).items():
         wanted = total + (s.n if aggregation is _SUM else 1)
         value = float(variables[aggregation.name].numpy())
         yield Fact(f"the value outside under {aggregation.name}", value, wanted)
@@ -131,7 +135,7 @@ def variables_on_read(s: Subject) -> Iterator[Fact]:
 
 
 def variables_on_read_outside(s: Subject) -> Iterator[Fact]:
-    """What was given or assigned reads back; 4 is added to a mean or a first value, not to a sum."""
+    """Outside ``run`` an initial or assigned value reads back; only a mean or first value can be added to."""
     for aggregation in (_SUM, _MEAN, _FIRST):
         name = aggregation.name
         variable = _variable(s, aggregation, synchronization=_ON_READ)
@@ -152,19 +156,19 @@ def variables_on_read_outside(s: Subject) -> Iterator[Fact]:
         yield Fact(f"the sum of the components under {name}", shares, wanted)
     integer = _variable(s, _SUM, 1, synchronization=_ON_READ)
     integer.assign(5)
-    yield from same("an integer 5 assigned under SUM", integer.numpy(), np.asarray(5, "int32"))
+    yield from compare("an integer 5 assigned under SUM", integer.numpy(), np.asarray(5, "int32"))
     if s.n > 1:
         none = _variable(s, _NONE, synchronization=_ON_READ)
         yield refuses("assign outside under NONE", lambda: none.assign(4.0), ValueError)
 
 
 def variables_rows(s: Subject) -> Iterator[Fact]:
-    """``scatter_add`` combines the replicas' changes of single rows; ON_READ has none."""
+    """``scatter_add`` aggregates the replicas' changes of single rows; ON_READ variables refuse it."""
     wanted = {_SUM: float(s.n), _MEAN: 1.0, _FIRST: 1.0}
     variables = {a: _variable(s, a, np.zeros(s.n + 1, np.float32)) for a in wanted}
 
     def step() -> None:
-        rows = jnp.stack([number().astype(int) - 1, jnp.int32(n)])
+        rows = jnp.stack([replica_number().astype(int) - 1, jnp.int32(n)])
         for variable in variables.values():
             variable.scatter_add(rows, jnp.ones(2))
 
@@ -174,7 +178,7 @@ def variables_rows(s: Subject) -> Iterator[Fact]:
         firsts = {_SUM: np.ones(n), _MEAN: np.full(n, 1 / n), _FIRST: np.eye(n)[0]}[aggregation]
         expected = np.append(firsts, last).astype(np.float32)
         what = f"1 added to row r and to the last, under {aggregation.name}"
-        yield from same(what, variables[aggregation].numpy(), expected)
+        yield from compare(what, variables[aggregation].numpy(), expected)
     local = _variable(s, _SUM, np.zeros(3, np.float32), synchronization=_ON_READ)
     call = lambda: local.scatter_add([0], [1.0])  # noqa: E731
     yield refuses("scatter_add of an ON_READ variable", call, NotImplementedError)
@@ -193,7 +197,7 @@ def metrics_over_replicas(s: Subject) -> Iterator[Fact]:
     def step(x: jax.Array, labels: jax.Array) -> None:
         metric.update(logits=x, labels=labels, loss=x)
 
-    metric = s.made(make)
+    metric = s.create(make)
     x = (np.arange(14, dtype=np.float32) * 5 % 14) / 8
     labels = np.arange(14, dtype=np.int32) % 2
     data = [(x[a:b], labels[a:b]) for a, b in ((0, 8), (8, 13), (13, 14))]
@@ -210,32 +214,34 @@ def metrics_over_replicas(s: Subject) -> Iterator[Fact]:
 
 
 def batch_norm(s: Subject) -> Iterator[Fact]:
-    """Running statistics are those of the global batch, or the replicas' own ones averaged."""
+    """Running statistics are those of the global batch, or the mean of those of the replicas' shares."""
     x = np.arange(1.0, 9.0, dtype=np.float32)[:, None]
     (batch,) = s.batches([x])
     local_variance = float(np.mean([part.var() for part in np.split(x, s.n)]))
     for kind, axis, variance in (("synchronised", "data", 5.25), ("local", None, local_variance)):
         make = partial(nnx.BatchNorm, 1, momentum=0.5, axis_name=axis, rngs=nnx.Rngs(0))
-        norm = s.made(make)
+        norm = s.create(make)
         out = s.run(norm, batch)
-        yield from same(f"the {kind} running mean", norm.mean[...], np.asarray([2.25], np.float32))
+        yield from compare(
+            f"the {kind} running mean", norm.mean[...], np.asarray([2.25], np.float32)
+        )
         wanted = np.asarray([0.5 + 0.5 * variance], np.float32)
-        yield from same(f"the {kind} running variance", norm.var[...], wanted)
+        yield from compare(f"the {kind} running variance", norm.var[...], wanted)
         if kind == "synchronised":
             wanted = (x - 4.5) / np.sqrt(np.float32(5.25 + 1e-5))
             joined = s.strategy.gather(out, axis=0)
-            yield from same("the normalised batch", joined, wanted, rtol=1e-4)
+            yield from compare("the normalised batch", joined, wanted, rtol=1e-4)
         yield succeeds(f"the {kind} statistics are equal", partial(check_in_sync, norm))
 
 
 def random_streams(s: Subject) -> Iterator[Fact]:
-    """Replicas draw different numbers, replica 0 those of one device, and the stream stays one."""
-    dropout = s.made(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(3)))
+    """Replicas draw different numbers, replica 0 those of one device, and the stream stays in sync."""
+    dropout = s.create(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(3)))
     alone = nnx.Dropout(0.5, rngs=nnx.Rngs(3))
     drawn = []
     for call in ("first", "second"):
-        parts = s.seen(lambda: dropout(jnp.ones(64)))
-        yield from same(f"replica 0's {call} draw", parts[0], np.asarray(alone(jnp.ones(64))))
+        parts = s.run_per_replica(lambda: dropout(jnp.ones(64)))
+        yield from compare(f"replica 0's {call} draw", parts[0], np.asarray(alone(jnp.ones(64))))
         drawn += [part.tobytes() for part in parts]
     yield Fact("how many of the replicas' draws differ", len(set(drawn)), 2 * s.n)
     yield Fact("how often the stream was used", int(dropout.rngs.count[...]), 2)
@@ -243,37 +249,32 @@ def random_streams(s: Subject) -> Iterator[Fact]:
 
 
 def random_parameters(s: Subject) -> Iterator[Fact]:
-    """The stream of parameters gives all replicas the same numbers, and keys in arguments too."""
-    rngs = s.made(lambda: nnx.Rngs(params=7))
+    """The stream ``params`` gives all replicas the same numbers, and so do keys in arguments."""
+    rngs = s.create(lambda: nnx.Rngs(params=7))
     wanted = np.asarray(jax.random.normal(nnx.Rngs(params=7).params(), (5,)))
-    parts = s.seen(lambda: jax.random.normal(rngs.params(), (5,)))
-    yield from on_all("the draw of the stream 'params'", parts, wanted)
+    parts = s.run_per_replica(lambda: jax.random.normal(rngs.params(), (5,)))
+    yield from compare_on_all("the draw of the stream 'params'", parts, wanted)
     key = jax.random.key(5)
-    parts = s.seen(lambda key: jax.random.normal(key, (5,)) + 0 * number(), key)
+    parts = s.run_per_replica(lambda key: jax.random.normal(key, (5,)) + 0 * replica_number(), key)
     wanted = np.asarray(jax.random.normal(key, (5,)))
-    yield from on_all("the draw of a key that was passed", parts, wanted)
+    yield from compare_on_all("the draw of a key that was passed", parts, wanted)
 
 
 _TOLERANCE = 1e-4
-"""What float32 rounding may have grown to after a few steps."""
+"""The rounding error of float32 after a few steps is smaller."""
 _RATE, _MOMENTUM, _NORM = 0.2, 0.9, 1.0
 
 
 def _transformation() -> Any:
-    """Clipping, which must see the gradient of the global batch, and momentum, which is state."""
+    """Returns clipping, which needs the gradient of the global batch, and momentum, which is state."""
     return optax.chain(optax.clip_by_global_norm(_NORM), optax.sgd(_RATE, momentum=_MOMENTUM))
 
 
 def _data(sizes: tuple[int, ...]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Makes global batches of inputs and targets."""
+    """Returns global batches of inputs and targets."""
     rng = np.random.default_rng(0)
     draw = [(rng.normal(size=(n, 3)), rng.normal(size=n)) for n in sizes]
     return [(x.astype(np.float32), y.astype(np.float32)) for x, y in draw]
-
-
-def _example_losses(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns the loss of each example."""
-    return jnp.square(model(x)[:, 0] - y)
 
 
 def _arrays(node: Any) -> list[np.ndarray]:
@@ -282,7 +283,7 @@ def _arrays(node: Any) -> list[np.ndarray]:
 
 
 def _by_hand(model: Any, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """Trains a copy of a model on whole batches, with the gradients worked out on paper."""
+    """Trains on global batches in NumPy, with the analytic gradients."""
     b, w = (leaf.astype(np.float64) for leaf in _arrays(model))
     momenta, losses = [np.zeros_like(b), np.zeros_like(w)], []
     for x, y in _data(sizes):
@@ -302,7 +303,7 @@ def _equals_by_hand(
 ) -> Iterator[Fact]:
     losses = np.asarray(losses, np.float32)
     trained = {"losses": losses, "parameters": _arrays(model), "momenta": _arrays(optimizer)}
-    return same("the training", trained, wanted, rtol=_TOLERANCE)
+    return compare("the training", trained, wanted, rtol=_TOLERANCE)
 
 
 def _flax_optimizer(model: Any) -> Any:
@@ -312,20 +313,20 @@ def _flax_optimizer(model: Any) -> Any:
 def _model_and_optimizer(
     s: Subject, make_optimizer: Callable[[Any], Any] = _flax_optimizer
 ) -> tuple[Any, Any]:
-    model = s.made(lambda: nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
-    return model, s.made(lambda: make_optimizer(model))
+    model = s.create(lambda: nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+    return model, s.create(lambda: make_optimizer(model))
 
 
 def _gradients(model: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any]:
     def loss(model: Any) -> jax.Array:
-        return compute_average_loss(_example_losses(model, x, y))
+        return compute_average_loss(jnp.square(model(x)[:, 0] - y))
 
     loss_and_gradients: tuple[Any, Any] = nnx.value_and_grad(loss)(model)
     return loss_and_gradients
 
 
 def _step(model: Any, optimizer: Any) -> Callable[..., Any]:
-    """Makes the step with the sum of the gradients written out, or left to ``dj.Optimizer``."""
+    """Returns a step that sums the gradients explicitly, or leaves that to ``dj.Optimizer``."""
 
     def step(x: jax.Array, y: jax.Array) -> Any:
         loss, gradients = _gradients(model, x, y)
@@ -357,7 +358,7 @@ def training_with_dj_optimizer(s: Subject) -> Iterator[Fact]:
 
 
 def run_steps(s: Subject) -> Iterator[Fact]:
-    """Batches scanned in one program, and a partial remainder, are the single steps."""
+    """Batches scanned in one program, and a partial remainder, train like single steps."""
     sizes = (8, 8, 8, 5)
     model, optimizer = _model_and_optimizer(s)
     wanted = _by_hand(model, sizes)
@@ -377,13 +378,13 @@ def donation(s: Subject) -> Iterator[Fact]:
         options = RunOptions(lowering=s.options.lowering, donate_state=donate)
         old = model.kernel.get_raw_value()
         s.strategy.run(step, args=batch, options=options)
-        gone = bool(old.is_deleted())
-        wanted = donate and s.options.lowering != "pmap"
-        yield Fact(f"the old array is gone with donate_state={donate}", gone, wanted)
+        is_expected = donate and s.options.lowering != "pmap"
+        what = f"the old array is deleted with donate_state={donate}"
+        yield Fact(what, bool(old.is_deleted()), is_expected)
 
 
 def partial_batches(s: Subject) -> Iterator[Fact]:
-    """5 of 8 examples: sums, means, masks and results leave out the padding, and leaks are found."""
+    """Sums, means, masks and results of 5 examples leave out the padding, and leaks are detected."""
 
     def step(x: jax.Array) -> Any:
         total = replica().all_reduce("sum", jax.numpy.sum(x * replica().batch_mask))
@@ -398,7 +399,7 @@ def partial_batches(s: Subject) -> Iterator[Fact]:
         yield Fact(f"their number, of {name}", int(count), len(x))
         yield Fact(f"the sum of {name}", float(total), float(x.sum()))
         yield Fact(f"the mean square of {name}", float(mean), float((x**2).mean()))
-        yield from same(f"twice {name}", s.strategy.gather(doubled, axis=0), 2 * x)
+        yield from compare(f"twice {name}", s.strategy.gather(doubled, axis=0), 2 * x)
     call = lambda: s.run(lambda x: replica().all_reduce("sum", x.sum()), partial)  # noqa: E731
     yield refuses("a sum without the mask", call, PaddingLeakError)
 
@@ -411,7 +412,7 @@ def unreduced_gradients_refused(s: Subject) -> Iterator[Fact]:
     def forgets(x: jax.Array, y: jax.Array) -> None:
         optimizer.update(model, _gradients(model, x, y)[1])
 
-    summing = s.made(lambda: Optimizer(model, _transformation()))
+    summing = s.create(lambda: Optimizer(model, _transformation()))
 
     def twice(x: jax.Array, y: jax.Array) -> None:
         summing.update(model, replica().all_reduce("sum", _gradients(model, x, y)[1]))
@@ -424,7 +425,7 @@ def unreduced_gradients_refused(s: Subject) -> Iterator[Fact]:
 
 
 def verify_option(s: Subject) -> Iterator[Fact]:
-    """``RunOptions(verify=…)`` passes a right step and finds gradients of a mean that were summed."""
+    """``RunOptions(verify=…)`` passes a correct step and refuses a sum of means."""
     (batch,) = s.batches([_data((8,))[0][0]])
     options = RunOptions(lowering=s.options.lowering, verify="always")
 

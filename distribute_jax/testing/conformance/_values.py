@@ -1,4 +1,4 @@
-"""Checks of contexts, of what goes into ``run`` and comes out of it, and of the collectives inside."""
+"""Checks of contexts, of the arguments and results of ``run``, and of collectives."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from distribute_jax.strategies import (
 from distribute_jax.testing.conformance._core import (
     Fact,
     Subject,
-    number,
-    on_all,
-    on_each,
-    power,
+    compare,
+    compare_on_all,
+    compare_on_each,
+    power_of_two,
     refuses,
     replica,
-    same,
+    replica_number,
     succeeds,
 )
 
 
 def _current() -> tuple[Any, bool, bool]:
-    """Returns the strategy, in_cross_replica_context, and whether there is a replica context."""
+    """Returns the strategy, ``in_cross_replica_context()``, and True if there is a replica context."""
     return get_strategy(), in_cross_replica_context(), get_replica_context() is not None
 
 
@@ -43,7 +43,7 @@ def _enter(strategy: Any) -> None:
 
 
 def context_of_scope(s: Subject) -> Iterator[Fact]:
-    """In ``scope`` the strategy is current, also nested and again, and afterwards it is not."""
+    """In ``scope``, also a nested or reused one, the strategy is current, and afterwards it is not."""
     before = _current()
     scope = s.strategy.scope()
     for _ in range(2):
@@ -76,7 +76,7 @@ def context_of_run(s: Subject) -> Iterator[Fact]:
 
 
 def context_refusals(s: Subject) -> Iterator[Fact]:
-    """Methods of the strategy are refused inside ``run`` and under the user's own jit."""
+    """Methods of the strategy are refused inside ``run``, and ``run`` under the user's jit."""
     strategy = s.strategy
     calls = {
         "run": lambda: strategy.run(lambda: 1),
@@ -87,17 +87,17 @@ def context_refusals(s: Subject) -> Iterator[Fact]:
     }
     for name, call in calls.items():
         yield refuses(f"{name} inside run", lambda call=call: s.run(call), RuntimeError)  # type: ignore[misc]
-    yield refuses("run under jax.jit", jax.jit(lambda: s.run(number)), RuntimeError)
+    yield refuses("run under jax.jit", jax.jit(lambda: s.run(replica_number)), RuntimeError)
 
 
 def mixed_strategies_refused(s: Subject) -> Iterator[Fact]:
-    """Another strategy cannot be used inside this one's scope, nor this one inside another's."""
+    """Another strategy cannot be used in this one's scope, nor this one in another's."""
     other = OneDeviceStrategy(s.devices[0])
     for outer, inner in ((s.strategy, other), (other, s.strategy)):
         names = f"of {type(inner).__name__} in the scope of {type(outer).__name__}"
         with outer.scope():
             for name, call in (
-                ("run", lambda inner=inner: inner.run(number)),
+                ("run", lambda inner=inner: inner.run(replica_number)),
                 ("scope", lambda inner=inner: _enter(inner)),
                 ("reduce", lambda inner=inner: inner.reduce("mean", 1.0)),
             ):
@@ -109,13 +109,13 @@ def _as_float(*values: float) -> list[np.ndarray]:
 
 
 def replica_order(s: Subject) -> Iterator[Fact]:
-    """Replica i is called i, is on the i-th device, or the devices are filled in turn, and gets the i-th."""
+    """Replica i has id i, is on device i (or devices have several replicas each), and gets value i."""
     mesh = s.strategy.mesh
     firsts = list(mesh.devices.flat[:: mesh.size // mesh.shape["data"]])
     wanted = s.devices[: len(firsts)]
     yield Fact("the devices of strategy.mesh", firsts, [*wanted])
     ids = s.run(lambda: replica().replica_id_in_sync_group + 0)
-    yield from on_each(
+    yield from compare_on_each(
         "replica_id_in_sync_group", s.parts(ids), list(np.arange(s.n, dtype="int32"))
     )
     if isinstance(ids, PerReplica):
@@ -127,12 +127,14 @@ def replica_order(s: Subject) -> Iterator[Fact]:
             [str(d) for d in wanted for _ in range(each)],
         )
     numbers = s.per_replica(_as_float(*range(s.n)))
-    difference = s.seen(lambda x: x - (number() - 1), numbers)
-    yield from on_all("a value from a function, less the replica's id", difference, np.float32(0))
+    difference = s.run_per_replica(lambda x: x - (replica_number() - 1), numbers)
+    yield from compare_on_all(
+        "a value from a function, less the replica's id", difference, np.float32(0)
+    )
 
 
 def arguments(s: Subject) -> Iterator[Fact]:
-    """Per-replica values are divided; arrays and numbers go whole to each; also as keywords."""
+    """Each replica gets its part of per-replica values, and all of other arguments; also by keyword."""
     powers = s.per_replica(_powers(s))
     mirrored = jnp.arange(3.0)
 
@@ -144,13 +146,13 @@ def arguments(s: Subject) -> Iterator[Fact]:
         step, args=(powers, {"mirrored": mirrored}), kwargs=kwargs, options=options
     )
     expected = [np.arange(3, dtype=np.float32) + np.float32(4.0**i) for i in range(s.n)]
-    yield from on_each("own value squared + [0, 1, 2]", s.parts(result), expected)
+    yield from compare_on_each("own value squared + [0, 1, 2]", s.parts(result), expected)
 
 
 def results(s: Subject) -> Iterator[Fact]:
-    """Equal arrays come back as one array, others per replica; other objects as themselves."""
+    """Equal arrays are returned as one array, others as ``PerReplica``; other objects unchanged."""
     mirrored, each, text, nothing = s.run(
-        lambda: (replica().all_reduce("sum", 1.0), {"each": power()}, "a", None)
+        lambda: (replica().all_reduce("sum", 1.0), {"each": power_of_two()}, "a", None)
     )
     yield Fact("the equal result is one jax.Array", isinstance(mirrored, jax.Array), True)
     yield Fact("the equal result", float(mirrored), float(s.n))
@@ -160,8 +162,10 @@ def results(s: Subject) -> Iterator[Fact]:
         yield Fact("results that differ are a PerReplica", kind, True)
         yield refuses("float() of a PerReplica", lambda: float(each["each"]), ValueError)
         yield refuses("a PerReplica + 1", lambda: each["each"] + 1, TypeError)
-    yield from on_each("own results", s.parts(each), [{"each": x} for x in _powers(s)])
-    yield from on_each("copies of the equal result", s.parts(mirrored), _as_float(*[s.n] * s.n))
+    yield from compare_on_each("own results", s.parts(each), [{"each": x} for x in _powers(s)])
+    yield from compare_on_each(
+        "copies of the equal result", s.parts(mirrored), _as_float(*[s.n] * s.n)
+    )
 
 
 def _powers(s: Subject) -> list[np.ndarray]:
@@ -169,53 +173,55 @@ def _powers(s: Subject) -> list[np.ndarray]:
 
 
 def reduce(s: Subject) -> Iterator[Fact]:
-    """SUM adds, MEAN divides by the replicas; with an axis, by the number of elements."""
+    """SUM adds; MEAN divides by the number of replicas or, with an axis, of elements."""
     rows = np.arange(3, dtype=np.float32)
-    mine, numbers = s.run(lambda: (power() * jnp.arange(3.0), jnp.int32(power())))
+    mine, numbers = s.run(lambda: (power_of_two() * jnp.arange(3.0), jnp.int32(power_of_two())))
     total = 2**s.n - 1
     equal = s.run(lambda: replica().all_reduce("sum", 1.0))
-    yield from same("sum", s.strategy.reduce("sum", mine), total * rows)
-    yield from same("MEAN", s.strategy.reduce("MEAN", mine, axis=None), total / s.n * rows)
-    yield from same("sum over axis 0", s.strategy.reduce("sum", mine, 0), np.float32(3 * total))
+    yield from compare("sum", s.strategy.reduce("sum", mine), total * rows)
+    yield from compare("MEAN", s.strategy.reduce("MEAN", mine, axis=None), total / s.n * rows)
+    yield from compare("sum over axis 0", s.strategy.reduce("sum", mine, 0), np.float32(3 * total))
     mean = np.float32(total / s.n)
-    yield from same("mean over axis 0", s.strategy.reduce("mean", mine, axis=0), mean)
-    yield from same("sum of integers", s.strategy.reduce("sum", numbers), np.int32(total))
-    yield from same("mean of integers", s.strategy.reduce("mean", numbers), mean)
-    yield from same("sum of an equal result", s.strategy.reduce("sum", equal), np.float32(s.n**2))
+    yield from compare("mean over axis 0", s.strategy.reduce("mean", mine, axis=0), mean)
+    yield from compare("sum of integers", s.strategy.reduce("sum", numbers), np.int32(total))
+    yield from compare("mean of integers", s.strategy.reduce("mean", numbers), mean)
+    yield from compare(
+        "sum of an equal result", s.strategy.reduce("sum", equal), np.float32(s.n**2)
+    )
     uneven = s.per_replica([np.full(i, 2.0**i, np.float32) for i in range(1, s.n + 1)])
     elements = [2.0**i for i in range(1, s.n + 1) for _ in range(i)]
     mean = np.float32(np.mean(elements))
-    yield from same("mean of uneven parts", s.strategy.reduce("mean", uneven, axis=0), mean)
+    yield from compare("mean of uneven parts", s.strategy.reduce("mean", uneven, axis=0), mean)
     yield refuses("reduce_op 'max'", lambda: s.strategy.reduce("max", mine), ValueError)
 
 
 def gather(s: Subject) -> Iterator[Fact]:
-    """The replicas' arrays are joined in replica order, along any dim, of any lengths."""
-    mine = s.run(lambda: number() * jnp.ones((2, 3)))
+    """The replicas' arrays, of any lengths, are joined in replica order along any dim."""
+    mine = s.run(lambda: replica_number() * jnp.ones((2, 3)))
     parts = [np.full((2, 3), i, np.float32) for i in range(1, s.n + 1)]
     for axis in (0, 1, -1):
         joined = s.strategy.gather(mine, axis=axis)
-        yield from same(f"gather along {axis}", joined, np.concatenate(parts, axis))
+        yield from compare(f"gather along {axis}", joined, np.concatenate(parts, axis))
     uneven = [np.full(i, i, np.float32) for i in range(1, s.n + 1)]
     joined = s.strategy.gather(s.per_replica(uneven), axis=0)
-    yield from same("gather of uneven parts", joined, np.concatenate(uneven))
-    scalar = s.run(number)
+    yield from compare("gather of uneven parts", joined, np.concatenate(uneven))
+    scalar = s.run(replica_number)
     yield refuses("gather of scalars", lambda: s.strategy.gather(scalar, axis=0), ValueError)
 
 
 def dataset(s: Subject) -> Iterator[Fact]:
-    """A global batch is cut into consecutive shares; a partial one is padded, and none is lost."""
+    """A global batch is divided into consecutive shares; a partial one keeps all its examples."""
     rows, rest = np.arange(8, dtype=np.float32), np.arange(5, dtype=np.float32)
     full, partial = s.batches([rows, rest])
-    yield from on_each("the share", s.parts(full), np.split(rows, s.n))
-    yield from same("all shares", s.strategy.gather(full, axis=0), rows)
-    yield from same("all shares of a partial batch", s.strategy.gather(partial, axis=0), rest)
+    yield from compare_on_each("the share", s.parts(full), np.split(rows, s.n))
+    yield from compare("all shares", s.strategy.gather(full, axis=0), rows)
+    yield from compare("all shares of a partial batch", s.strategy.gather(partial, axis=0), rest)
     mean = s.strategy.reduce("mean", partial, axis=0)
-    yield from same("the mean of a partial batch", mean, np.float32(2))
+    yield from compare("the mean of a partial batch", mean, np.float32(2))
 
 
 def _nest(factor: Any) -> dict[str, Any]:
-    """Arrays of several dtypes and of lengths that no number of replicas divides."""
+    """Returns arrays of several dtypes, of lengths that no number of replicas divides."""
     return {
         "scalar": jnp.asarray(factor, jnp.float32),
         "vector": factor * jnp.arange(1.0, 38.0),
@@ -238,51 +244,53 @@ def all_reduce_sum(s: Subject) -> Iterator[Fact]:
         # Times 15, the sum of four replicas, it is not a number of float32.
         return {**_nest(factor), "large int32": jnp.int32(factor) * jnp.int32(2**22 + 1)}
 
-    parts = s.seen(lambda: replica().all_reduce("sum", nest(power())))
-    yield from on_all("the sum of 1, 2, 4, … over the replicas", parts, _on_host(nest(2**s.n - 1)))
+    parts = s.run_per_replica(lambda: replica().all_reduce("sum", nest(power_of_two())))
+    yield from compare_on_all(
+        "the sum of 1, 2, 4, … over the replicas", parts, _on_host(nest(2**s.n - 1))
+    )
 
 
 def all_reduce_mean(s: Subject) -> Iterator[Fact]:
     """The sum is divided by the number of replicas, in every dtype; integers give floats."""
-    parts = s.seen(lambda: replica().all_reduce("mean", _nest(power())))
+    parts = s.run_per_replica(lambda: replica().all_reduce("mean", _nest(power_of_two())))
     expected = _nest((2**s.n - 1) / s.n)
     expected["int32"] = (2**s.n - 1) / s.n * jnp.arange(4.0)
-    yield from on_all("the mean of 1, 2, 4, … over the replicas", parts, _on_host(expected))
+    yield from compare_on_all("the mean of 1, 2, 4, … over the replicas", parts, _on_host(expected))
 
 
 def all_reduce_copies(s: Subject) -> Iterator[Fact]:
-    """Every replica has the same bits, also where the order of the sum matters."""
+    """Every replica gets the same bits, also if the order of the sum matters."""
 
     def step() -> Any:
-        vector = jnp.sin(number() * jnp.arange(1.0, 38.0)) * 10.0 ** number()
+        vector = jnp.sin(replica_number() * jnp.arange(1.0, 38.0)) * 10.0 ** replica_number()
         return replica().all_reduce("sum", {"vector": vector, "scalar": vector[3]})
 
-    parts = s.seen(step)
-    yield from on_all("the sum, compared with that of replica 0,", parts, parts[0], rtol=0)
+    parts = s.run_per_replica(step)
+    yield from compare_on_all("the sum, compared with that of replica 0,", parts, parts[0], rtol=0)
 
 
 def all_reduce_options(s: Subject) -> Iterator[Fact]:
-    """Packing changes no sum, and ``options`` of one call are obeyed."""
+    """The ``options`` of a call are accepted, and packing changes no sum."""
     options = CommunicationOptions(bytes_per_pack=8)
-    parts = s.seen(lambda: replica().all_reduce("sum", _nest(power()), options))
-    yield from on_all("the sum in packs of 8 bytes", parts, _on_host(_nest(2**s.n - 1)))
+    parts = s.run_per_replica(lambda: replica().all_reduce("sum", _nest(power_of_two()), options))
+    yield from compare_on_all("the sum in packs of 8 bytes", parts, _on_host(_nest(2**s.n - 1)))
 
 
 def all_reduce_gradient(s: Subject) -> Iterator[Fact]:
-    """The derivative is the same reduction: of upstream gradients, and of tangents."""
+    """The derivative is the same reduction, of cotangents and of tangents."""
 
     def derivatives(op: str) -> tuple[jax.Array, jax.Array]:
         def reduced(x: jax.Array) -> jax.Array:
             return jnp.asarray(replica().all_reduce(op, x))
 
-        upstream, x = power() * jnp.arange(1.0, 6.0), jnp.ones(5)
+        upstream, x = power_of_two() * jnp.arange(1.0, 6.0), jnp.ones(5)
         gradient = jax.grad(lambda x: jnp.sum(reduced(x) * upstream))(x)
         return gradient, jax.jvp(reduced, (x,), (upstream,))[1]
 
-    parts = s.seen(lambda: {"sum": derivatives("sum"), "mean": derivatives("mean")})
+    parts = s.run_per_replica(lambda: {"sum": derivatives("sum"), "mean": derivatives("mean")})
     total = np.float32(2**s.n - 1) * np.arange(1, 6, dtype=np.float32)
     expected = {"sum": (total, total), "mean": (total / np.float32(s.n), total / np.float32(s.n))}
-    yield from on_all("gradient and tangent", parts, expected)
+    yield from compare_on_all("gradient and tangent", parts, expected)
 
 
 def all_reduce_transformed(s: Subject) -> Iterator[Fact]:
@@ -292,7 +300,7 @@ def all_reduce_transformed(s: Subject) -> Iterator[Fact]:
         return jnp.asarray(replica().all_reduce("sum", x))
 
     def step() -> Any:
-        matrix = power() * jnp.arange(6.0).reshape(2, 3)
+        matrix = power_of_two() * jnp.arange(6.0).reshape(2, 3)
         return {
             "jit": jax.jit(reduced)(matrix),
             "vmap": jax.vmap(reduced)(matrix),
@@ -303,16 +311,16 @@ def all_reduce_transformed(s: Subject) -> Iterator[Fact]:
 
     total = np.float32(2**s.n - 1) * np.arange(6, dtype=np.float32).reshape(2, 3)
     names = ("jit", "vmap", "vmap over dim 1", "scan", "checkpoint")
-    yield from on_all("the sum under", s.seen(step), dict.fromkeys(names, total))
+    yield from compare_on_all("the sum under", s.run_per_replica(step), dict.fromkeys(names, total))
 
 
 def all_reduce_is_proved(s: Subject) -> Iterator[Fact]:
     """The sum is known to be equal on all replicas, so a step may change state with it."""
-    state = s.made(lambda: jax.numpy.zeros(3))
+    state = s.create(lambda: jax.numpy.zeros(3))
     results: list[Any] = []
 
     def call() -> None:
-        results.append(s.run(lambda x: x + replica().all_reduce("sum", power()), state))
+        results.append(s.run(lambda x: x + replica().all_reduce("sum", power_of_two()), state))
 
     yield succeeds("returning a mirrored argument plus a sum", call)
     for array in results:
@@ -320,18 +328,18 @@ def all_reduce_is_proved(s: Subject) -> Iterator[Fact]:
         for shard in array.addressable_shards if isinstance(array, jax.Array) else ():
             copy = np.asarray(shard.data)
             expected = np.full(3, 2**s.n - 1, np.float32)
-            yield from same(f"its copy on {shard.device}", copy, expected)
+            yield from compare(f"its copy on {shard.device}", copy, expected)
 
 
 def all_gather(s: Subject) -> Iterator[Fact]:
-    """All replicas get all arrays in replica order; the gradient is the slice of the summed one."""
+    """All replicas get all arrays in replica order; the gradient is the replica's slice of the sum."""
 
     def step() -> Any:
-        block = number() * jnp.ones((2, 3))
+        block = replica_number() * jnp.ones((2, 3))
         width, n = jnp.arange(2.0 * s_n), s_n
 
         def loss(x: jax.Array) -> jax.Array:
-            return jnp.sum(replica().all_gather(x, axis=0)[:, 0] * width * power() * n)
+            return jnp.sum(replica().all_gather(x, axis=0)[:, 0] * width * power_of_two() * n)
 
         nest = {"0": block, "bool": block > 2}
         return {
@@ -348,11 +356,11 @@ def all_gather(s: Subject) -> Iterator[Fact]:
         {"0": joined, "bool": joined > 2, "-1": np.concatenate(blocks, 1), "gradient": row}
         for row in total
     ]
-    yield from on_each("what all_gather gives", s.seen(step), expected)
+    yield from compare_on_each("what all_gather gives", s.run_per_replica(step), expected)
 
 
 def merge_call(s: Subject) -> Iterator[Fact]:
-    """A function gets all replicas' values at once; each replica gets back its part, or all the same."""
+    """A function gets all replicas' values at once; each replica gets its part, or the common result."""
 
     def merged(strategy: Any, value: Any, *, factor: float) -> Any:
         parts = strategy.experimental_local_results(value)
@@ -360,8 +368,10 @@ def merge_call(s: Subject) -> Iterator[Fact]:
         return value, factor * strategy.reduce("sum", value, axis=None), sum(parts)
 
     kinds: list[bool] = []
-    parts = s.seen(lambda: replica().merge_call(merged, args=(power(),), kwargs={"factor": 2.0}))
+    parts = s.run_per_replica(
+        lambda: replica().merge_call(merged, args=(power_of_two(),), kwargs={"factor": 2.0})
+    )
     total = np.float32(2**s.n - 1)
     expected = [(np.float32(2.0**i), 2 * total, total) for i in range(s.n)]
-    yield from on_each("own part, twice the sum, and the sum by hand", parts, expected)
+    yield from compare_on_each("own part, twice the sum, and the sum by hand", parts, expected)
     yield Fact("each argument is a DistributedValues", kinds, [True])
