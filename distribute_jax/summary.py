@@ -345,12 +345,13 @@ def _bucket_counts(array: Array, buckets: int) -> Array:
     """Returns a row (left edge, right edge, count) for each bucket."""
     if array.size == 0:
         return np.zeros((buckets, 3))
-    counts, edges = np.histogram(array, buckets)
-    if (
-        edges[0] < array.min()
-    ):  # equal numbers, for which NumPy widens the range, and TensorFlow does not
-        edges = np.full(buckets + 1, array[0])
-        counts = np.eye(buckets)[-1] * array.size
+    low, high = array.min(), array.max()
+    if low == high:  # NumPy would widen the range; TensorFlow writes buckets of no width
+        edges: Array = np.full(buckets + 1, low)
+        counts: Array = np.zeros(buckets)
+        counts[-1] = array.size
+    else:
+        counts, edges = np.histogram(array, buckets)
     return np.stack([edges[:-1], edges[1:], counts], axis=1)
 
 
