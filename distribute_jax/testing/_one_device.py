@@ -101,7 +101,7 @@ nnx.Rngs or jax.devices() (in a notebook: restart the kernel first), or start Py
 
 
 def simulate(n: int) -> None:
-    """Gives this process n virtual CPU devices, also on a machine with a GPU.
+    """Configures n virtual CPU devices for this process, also on a machine with a GPU.
 
     Call it before JAX starts: right after the imports. The devices share the CPU cores, so they show that
     a program is correct, not how fast it is on n real devices. It does not start JAX: in a job of several

@@ -211,7 +211,7 @@ def test_only_what_is_trained_changes_and_has_state(s4: dj.Strategy):
 
 
 def test_what_selects_no_weight_is_refused():
-    """Names without a match, patterns that are none, and what is no filter; predicates select."""
+    """Names without a match, invalid patterns and filters are refused; predicates select."""
     one = dj.OneDeviceStrategy("cpu:0")
     model = headed(one, trainable=lambda path, _: "norm" in path)
     assert "2,048 trained parameters" in repr(model)
