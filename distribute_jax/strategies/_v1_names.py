@@ -113,8 +113,8 @@ class V1Iterator(Iterator[Any]):
     def __next__(self) -> PyTree:
         """Returns the next element; the first call starts an epoch."""
         if self._iterator is None:
-            self.initialize()
-        return next(self._iterator or iter(()))
+            self._iterator = iter(self._dataset)
+        return next(self._iterator)
 
     get_next = __next__
 
