@@ -290,14 +290,14 @@ KEYWORDS = _expand(_KEYWORDS)
 """By the function or class that lacks the keyword."""
 
 
-def missing(owner: str, subject: str, name: str, obj: Any = None) -> AttributeError:
+def attribute_error(owner: str, subject: str, name: str, obj: Any = None) -> AttributeError:
     """Returns the AttributeError for a name, with what to type instead if that is known."""
     instead = ABSENT.get(owner, {}).get(name)
     text = f"{subject} has no attribute {name!r}" + (f". Instead: {instead}" if instead else "")
     return AttributeError(text, name=name, obj=obj)
 
 
-def answering(owner: str) -> Callable[[Any, str], Any]:
+def getattr_with_hints(owner: str) -> Callable[[Any, str], Any]:
     """Returns a ``__getattr__`` for a class, whose error says what to type instead."""
 
     def answer(self: Any, name: str) -> Any:
@@ -312,7 +312,7 @@ def answering(owner: str) -> Callable[[Any, str], Any]:
                     f"{kind!r} object has no attribute {name!r}, which {cls.__name__}.__init__ sets. Call "
                     f"super().__init__() first in {kind}.__init__."
                 )
-        raise missing(owner, f"{kind!r} object", name, self)
+        raise attribute_error(owner, f"{kind!r} object", name, self)
 
     return answer
 
@@ -362,7 +362,7 @@ def is_foreign(value: Any) -> bool:
     return any(framework_of(cls.__module__) for cls in type(value).__mro__)
 
 
-def foreign(value: Any) -> str:
+def describe_foreign(value: Any) -> str:
     """Describes an object or class of another framework, and what to type instead; empty for others."""
     kind = value if isinstance(value, type) else type(value)
     for cls in kind.__mro__:

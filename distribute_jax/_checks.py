@@ -20,7 +20,7 @@ from types import FunctionType, NoneType, UnionType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
 
 from distribute_jax import _frames
-from distribute_jax._absent import KEYWORDS, foreign, is_ours
+from distribute_jax._absent import KEYWORDS, describe_foreign, is_ours
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, DistributeError
 from distribute_jax._user_frames import hide_frames
 
@@ -62,7 +62,7 @@ def takes(function: Any, *arguments: Any, **keywords: Any) -> bool:
 
 def brief(value: Any) -> str:
     """Returns the repr of an argument if it is short, otherwise its type."""
-    if described := foreign(value):
+    if described := describe_foreign(value):
         return described
     try:
         if isinstance(getattr(value, "ndim", None), int) and value.ndim:

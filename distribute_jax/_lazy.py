@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from distribute_jax._absent import missing
+from distribute_jax._absent import attribute_error
 from distribute_jax._checks import check_methods, checked
 
 
@@ -37,7 +37,7 @@ def lazy_exports(
 
     def load(name: str) -> Any:
         if name not in home:
-            raise missing(
+            raise attribute_error(
                 module.replace("distribute_jax", "dj"),
                 f"module {module!r}",
                 name,

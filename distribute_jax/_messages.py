@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distribute_jax._absent import foreign
+from distribute_jax._absent import describe_foreign
 from distribute_jax._errors import ArgumentError, DistributeError
 
 
@@ -24,7 +24,7 @@ def leaf_text(leaf: Any) -> str:
     """Describes a leaf: ``float32[8,3]`` for an array, otherwise its type."""
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
         return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-    if described := foreign(leaf):
+    if described := describe_foreign(leaf):
         return described
     text, kind = repr(leaf), type(leaf).__name__
     return f"{kind} {text:.60}" if len(text) <= 80 and "\n" not in text else f"a {kind}"

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from distribute_jax._absent import framework_of, missing
+from distribute_jax._absent import attribute_error, framework_of
 from distribute_jax._checks import refusing
 from distribute_jax._errors import (
     DonatedError,
@@ -108,7 +108,7 @@ class DistributedValues:
 
     def __getattr__(self, name: str) -> NoReturn:
         if name not in _ARRAY_ATTRIBUTES:
-            raise missing("jax.Array", f"{type(self).__name__!r} object", name, self)
+            raise attribute_error("jax.Array", f"{type(self).__name__!r} object", name, self)
         raise PerReplicaAttributeError(
             f"{self._described()} has no {name!r}: it holds one value for each replica.\n{_HOW_TO_COMBINE}"
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from jax.sharding import Mesh
 
-from distribute_jax._absent import answering
+from distribute_jax._absent import getattr_with_hints
 from distribute_jax._checks import refusing
 from distribute_jax._context import is_between_steps
 from distribute_jax._errors import ArgumentError
@@ -65,7 +65,7 @@ class DistributedDataset:
     """
 
     if not TYPE_CHECKING:
-        __getattr__ = answering("dj.DistributedDataset")
+        __getattr__ = getattr_with_hints("dj.DistributedDataset")
         __getitem__ = refusing(
             "A distributed dataset yields batches in order: write `for batch in dataset:`, or "
             "next(iter(dataset)) for the first."

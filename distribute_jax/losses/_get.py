@@ -11,7 +11,7 @@ import jax
 import optax
 from flax import nnx
 
-from distribute_jax._absent import foreign, is_foreign
+from distribute_jax._absent import describe_foreign, is_foreign
 from distribute_jax._checks import brief, is_function, takes
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import error_text, leaf_text, not_a_name
@@ -68,7 +68,7 @@ def get(identifier: Any) -> Loss:
     for cls in CLASSES:
         if identifier is cls.formula:
             return cls()
-    elsewhere = is_foreign(identifier) and foreign(identifier)
+    elsewhere = is_foreign(identifier) and describe_foreign(identifier)
     if is_function(identifier) and not (
         elsewhere or isinstance(identifier, (type, nnx.metrics.Metric))
     ):

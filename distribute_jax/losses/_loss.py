@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from distribute_jax._absent import answering
+from distribute_jax._absent import getattr_with_hints
 from distribute_jax._checks import check_choice, check_number, converting, refuse
 from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._messages import promoting, real_array
@@ -64,7 +64,7 @@ class Loss:
     """What the predictions are if they are not logits; see ``expects``."""
 
     if not TYPE_CHECKING:
-        __getattr__ = answering("dj.losses.Loss")
+        __getattr__ = getattr_with_hints("dj.losses.Loss")
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from distribute_jax._absent import answering
+from distribute_jax._absent import getattr_with_hints
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import promoting, real_array
 from distribute_jax._padding import align, real_mask
@@ -61,7 +61,7 @@ class Metric(nnx.metrics.Metric):
     """
 
     if not TYPE_CHECKING:
-        __getattr__ = answering("dj.metrics.Metric")
+        __getattr__ = getattr_with_hints("dj.metrics.Metric")
 
     def __init__(self) -> None:
         """Makes a metric without state, which a subclass adds."""

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from distribute_jax._absent import foreign, is_foreign
+from distribute_jax._absent import describe_foreign, is_foreign
 from distribute_jax._errors import StaleCaptureError
 from distribute_jax._jax_private import HIDDEN_ATTRIBUTES, read_metadata
 from distribute_jax._messages import is_numeric
@@ -124,7 +124,7 @@ class Walker:
         if (followed := getattr(type(value), "_followed_in_steps", None)) is not None:
             return (type(value), self._items(vars(value), followed, name))
         holds_numbers = hasattr(type(value), "__array__") or is_foreign(value)
-        if holds_numbers and (described := foreign(value)):
+        if holds_numbers and (described := describe_foreign(value)):
             raise StaleCaptureError(_FOREIGN.format(name=name, kind=described))
         if callable(value) and not isinstance(value, type):
             return self._callable(value, name)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distribute_jax import _frames
-from distribute_jax._absent import answering
+from distribute_jax._absent import getattr_with_hints
 from distribute_jax._errors import ContextError
 from distribute_jax._mesh import DATA
 from distribute_jax._messages import PyTree
@@ -35,7 +35,7 @@ class ReplicaContext:
     """
 
     if not TYPE_CHECKING:
-        __getattr__ = answering("dj.ReplicaContext")
+        __getattr__ = getattr_with_hints("dj.ReplicaContext")
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax import _context, _frames
-from distribute_jax._absent import answering
+from distribute_jax._absent import getattr_with_hints
 from distribute_jax._checks import refusing
 from distribute_jax._errors import ContextError
 from distribute_jax._mesh import DATA, num_replicas, replicas_per_device
@@ -67,7 +67,7 @@ class Strategy(InputMethods, ModelMethods, V1Methods):
     """False if the step of a replica cannot keep values that differ from those of other replicas."""
 
     if not TYPE_CHECKING:
-        __getattr__ = answering("dj.Strategy")
+        __getattr__ = getattr_with_hints("dj.Strategy")
         __reduce__ = refusing(
             "A strategy holds the devices of its process, so it cannot be pickled. Make one in each process "
             "that uses it."

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from distribute_jax._absent import foreign
+from distribute_jax._absent import describe_foreign
 from distribute_jax._checks import brief
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import not_a_name, promoting
@@ -143,7 +143,7 @@ def _resolve(metric: Any, objective: Objective, key: Any, weighted: bool) -> tup
             f"metrics got the class {metric.__name__}. Pass an object, with its parentheses: "
             f"{metric.__name__}()."
         )
-    is_function = callable(metric) and not isinstance(metric, type) and not foreign(metric)
+    is_function = callable(metric) and not isinstance(metric, type) and not describe_foreign(metric)
     if isinstance(metric, str) or is_function:
         function_name = getattr(metric, "__name__", type(metric).__name__)
         name = metric if isinstance(metric, str) else function_name

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flax import nnx
 
-from distribute_jax._absent import answering, missing
+from distribute_jax._absent import attribute_error, getattr_with_hints
 from distribute_jax._checks import check_int, check_number, refusing
 from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._messages import PyTree, leaf_text
@@ -74,7 +74,7 @@ class Model(Stateful):
     """Attributes of a captured model that a step may use."""
 
     if not TYPE_CHECKING:
-        __getattr__ = answering("dj.Model")
+        __getattr__ = getattr_with_hints("dj.Model")
         __reduce__ = __deepcopy__ = refusing(
             "A dj.Model cannot be copied or pickled: its steps are compiled for devices. "
             "Keep weights = model.get_weights(), for model.set_weights(weights), or model.save(folder); a "
@@ -83,7 +83,7 @@ class Model(Stateful):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "trainable":  # Keras's way of freezing weights, which would have no effect
-            raise missing("dj.Model", "'Model' object", name, self)
+            raise attribute_error("dj.Model", "'Model' object", name, self)
         super().__setattr__(name, value)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

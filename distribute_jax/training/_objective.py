@@ -13,7 +13,7 @@ import numpy as np
 from flax import linen, nnx
 
 from distribute_jax import losses
-from distribute_jax._absent import foreign
+from distribute_jax._absent import describe_foreign
 from distribute_jax._checks import refuse
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, is_array, leaf_text, promoting
@@ -257,7 +257,7 @@ def as_nnx(module: Any, sample_input: PyTree, rngs: Any, strategy: Strategy) -> 
                 "dj.Model: sample_input is for Linen modules, and this is an nnx.Module."
             )
         for path, part in nnx.iter_graph(module):
-            if described := foreign(part):
+            if described := describe_foreign(part):
                 name = ".".join(map(str, path))
                 raise ArgumentError(
                     f"{name} of the module for dj.Model is {described}. Its weights would not be trained."

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from distribute_jax._absent import answering, missing
+from distribute_jax._absent import attribute_error, getattr_with_hints
 from distribute_jax._checks import check_int, check_number, converting, refuse, refusing
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, DistributeError
 from distribute_jax._mesh import put
@@ -84,11 +84,11 @@ class Optimizer(nnx.Optimizer[Any]):
     """
 
     if not TYPE_CHECKING:
-        __getattr__ = answering("dj.Optimizer")
+        __getattr__ = getattr_with_hints("dj.Optimizer")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("lr", "iterations"):  # Keras's names, which would have no effect
-            raise missing("dj.Optimizer", "'Optimizer' object", name, self)
+            raise attribute_error("dj.Optimizer", "'Optimizer' object", name, self)
         super().__setattr__(name, value)
 
     def __init__(
@@ -374,7 +374,7 @@ class LearningRate(float):
     """A float that answers the methods of Keras's variable with what to write."""
 
     if not TYPE_CHECKING:
-        __getattr__ = answering("dj.Model.learning_rate")
+        __getattr__ = getattr_with_hints("dj.Model.learning_rate")
 
 
 class UpdateCount(nnx.OptState):

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from distribute_jax._absent import answering
+from distribute_jax._absent import getattr_with_hints
 from distribute_jax._checks import check_int, takes
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._messages import PyTree, is_key
@@ -46,7 +46,7 @@ class ArrayDataset:
     _seed: int | None = None
 
     if not TYPE_CHECKING:
-        __getattr__ = answering("dj.data.ArrayDataset")
+        __getattr__ = getattr_with_hints("dj.data.ArrayDataset")
 
     def shuffle(self, buffer_size: int | None = None, *, seed: int = 0) -> ArrayDataset:
         """Shuffles all examples, in another order each epoch; after ``batch``, the batches.

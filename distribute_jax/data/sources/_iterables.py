@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from distribute_jax._absent import foreign
+from distribute_jax._absent import describe_foreign
 from distribute_jax._checks import converting, takes
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, is_array, leaf_text
@@ -19,7 +19,7 @@ _SLICES = "[(x[i:i + 256], y[i:i + 256]) for i in range(0, len(x), 256)]"
 def from_iterable(source: Any, method: str) -> Stream:
     """Returns a source of an iterator, another iterable, or a function that returns an iterable."""
     is_source = _is_iterable(source) or callable(source)
-    if isinstance(source, Mapping) or foreign(source) or not is_source:
+    if isinstance(source, Mapping) or describe_foreign(source) or not is_source:
         raise ArgumentError(
             f"{method} got {leaf_text(source)}, which is not an iterable of global batches or a function "
             "that returns one. Batch the data first, for example dj.data.from_arrays((x, y)).batch(256), "

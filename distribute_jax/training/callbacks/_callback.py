@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from distribute_jax._absent import answering
+from distribute_jax._absent import getattr_with_hints
 from distribute_jax._checks import brief, check_choice, refusing, takes
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._messages import not_a_name
@@ -50,7 +50,7 @@ class Callback:
     """Returns the logs of the last batch, for a callback with ``reads_late`` that needs them after all."""
 
     if not TYPE_CHECKING:
-        __getattr__ = answering("dj.callbacks.Callback")
+        __getattr__ = getattr_with_hints("dj.callbacks.Callback")
 
     def __init__(self) -> None:
         self.model: Any = None
