@@ -1,4 +1,4 @@
-"""In no random program is a captured value stale, or another's: the programs of benchmarks/capture.py."""
+"""No captured value is stale or confused in the random programs of benchmarks/capture.py."""
 
 from __future__ import annotations
 

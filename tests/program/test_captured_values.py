@@ -1,4 +1,4 @@
-"""What a step captures: inputs, values that are watched, values that are read once, and what is refused.
+"""What a step captures: inputs, values that are compared, values that are read once, and what is refused.
 
 The table is in docs/captured.md.
 """
@@ -141,8 +141,6 @@ def _decorator_of_a_class() -> Way:
 
 
 class Plain:
-    """Holds what it is given."""
-
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
 
@@ -249,14 +247,14 @@ WAYS = {
     "kind", ["number", "array", pytest.param("large array", marks=pytest.mark.exhaustive)]
 )
 def test_a_changed_value_is_never_stale(s2: dj.MirroredStrategy, way: str, kind: str):
-    """A number or array in what run follows is read again after it changed."""
+    """A number or array in anything that run follows is read again after it changed."""
     make: dict[str, Callable[[float], Any]] = {
         "number": lambda x: x,
         "array": jnp.float32,
         "large array": lambda x: np.full(20_000, x, np.float32),
     }
     if way == "set":
-        kind = "number"  # the only thing that it can hold
+        kind = "number"  # arrays are not hashable
     read, change = WAYS[way]()
     change(make[kind](2.0))
 
@@ -272,7 +270,7 @@ def test_a_changed_value_is_never_stale(s2: dj.MirroredStrategy, way: str, kind:
 
 @pytest.mark.parametrize("way", ["namespace", "class attribute", "slots"])
 def test_an_array_that_changes_does_not_recompile(s2: dj.MirroredStrategy, way: str):
-    """A new array in the place of the old one is an input of the same program."""
+    """A new array in place of the old one is an input of the same program."""
     read, change = WAYS[way]()
     traces = []
     change(jnp.float32(1.0))
@@ -288,7 +286,7 @@ def test_an_array_that_changes_does_not_recompile(s2: dj.MirroredStrategy, way: 
 
 
 def test_an_argument_of_a_partial_is_an_input_even_where_python_reads_it(s2: dj.MirroredStrategy):
-    """A step that needs the value of an array in a partial is told so, rather than made stale."""
+    """A step that needs the value of an array in a partial is refused, rather than stale."""
 
     def step(scale: jax.Array) -> jax.Array:
         return jnp.float32(float(scale))
@@ -354,14 +352,11 @@ def _weak_reference() -> Way:
 
 
 NOT_FOLLOWED = {
-    name.removeprefix("_").replace("_", " "): globals()[name]
-    for name in (
-        "_deque",
-        "_read_only_view",
-        "_context_variable",
-        "_thread_local",
-        "_weak_reference",
-    )
+    "deque": _deque,
+    "read only view": _read_only_view,
+    "context variable": _context_variable,
+    "thread local": _thread_local,
+    "weak reference": _weak_reference,
 }
 
 
@@ -384,7 +379,7 @@ def test_a_number_in_a_holder_that_is_not_followed_is_read_once(s2: dj.MirroredS
 def test_an_array_in_a_holder_that_is_not_followed_is_refused(
     s2: dj.MirroredStrategy, way: str, kind: str
 ):
-    """Never a silent constant, however small, and never another's."""
+    """It never becomes a silent constant, however small."""
     make: dict[str, Callable[[], Any]] = {
         "array": lambda: jnp.float32(2.0),
         "variable": lambda: nnx.Variable(jnp.float32(2.0)),
@@ -405,14 +400,14 @@ def test_an_array_in_a_holder_that_is_not_followed_is_refused(
 def test_a_numpy_array_in_a_holder_that_is_not_followed_is_refused(
     s2: dj.MirroredStrategy, way: str
 ):
-    """Its numbers would be those of the first call for ever."""
+    """Its numbers would forever be those of the first call."""
     read, change = NOT_FOLLOWED[way]()
     change(np.ones(3))
     with pytest.raises(dj.StaleCaptureError, match="is not followed"):
         s2.run(lambda: jnp.asarray(read()).sum())
 
 
-# What is bound, is bound by identity.
+# Variables and arrays are bound by identity.
 
 
 def _counters(number: int = 3) -> list[nnx.Variable[Any]]:
@@ -420,7 +415,7 @@ def _counters(number: int = 3) -> list[nnx.Variable[Any]]:
 
 
 class Layers(nnx.Module):
-    """A dict of layers of one shape, whose keys are not sorted: Flax sorts it in its transformations."""
+    """A dict of layers of equal shapes, with unsorted keys: Flax sorts it in its transformations."""
 
     def __init__(self) -> None:
         self.layers = nnx.data(
@@ -435,8 +430,8 @@ class Layers(nnx.Module):
 
 
 @pytest.mark.parametrize("transform", ["grad", "remat", "cond"])
-def test_layers_in_a_dict_are_never_exchanged(strategy: dj.Strategy, transform: str):
-    """Flax takes the module apart while the step is traced, and rebuilds the dict in sorted order."""
+def test_layers_in_a_dict_are_never_swapped(strategy: dj.Strategy, transform: str):
+    """Flax flattens the module while the step is traced, and rebuilds the dict in sorted order."""
     with strategy.scope():
         net = Layers()
     x = jnp.arange(8.0).reshape(2, 4)
@@ -512,7 +507,7 @@ def _insert(held: list[Any]) -> None:
 def test_a_list_that_changes_while_it_is_traced_writes_the_right_variables(
     s2: dj.MirroredStrategy, change: Callable[[list[Any]], None]
 ):
-    """Three calls do what plain Python does: a list that is no longer the same is traced again."""
+    """Three calls do what plain Python does: a list that has changed is traced again."""
     with s2.scope():
         held = _counters()
     everything, plain = list(held), _counters()
@@ -528,7 +523,7 @@ def test_a_list_that_changes_while_it_is_traced_writes_the_right_variables(
         assert got == [float(v[...]) for v in plain_everything]
 
 
-def test_an_entry_of_a_dict_that_is_taken_out_and_put_back_stays_itself(s2: dj.MirroredStrategy):
+def test_a_dict_entry_that_is_removed_and_reinserted_keeps_its_identity(s2: dj.MirroredStrategy):
     with s2.scope():
         held = {"b": nnx.Variable(jnp.zeros(())), "a": nnx.Variable(jnp.zeros(()))}
         arrays = {"b": jnp.array(1.0), "a": jnp.array(2.0)}
@@ -574,7 +569,7 @@ def test_a_list_of_arrays_may_get_shorter(s2: dj.MirroredStrategy):
 def test_a_numpy_array_changed_in_place_is_read_again(
     s2: dj.MirroredStrategy, dtype: Any, size: int
 ):
-    """Small or large, in every dtype; also where one array is reached in two ways."""
+    """Small or large, in every dtype; also if an array is reached in two ways."""
     held = np.zeros(size, dtype)
     again = {"held": held}
 
@@ -599,10 +594,10 @@ def test_python_may_count_in_a_numpy_array_while_a_step_is_traced(s2: dj.Mirrore
     assert traces[0] <= 2
 
 
-def test_numpy_code_on_a_large_captured_array_is_answered_in_the_right_words(
+def test_numpy_code_on_a_large_captured_array_is_explained(
     s2: dj.MirroredStrategy,
 ):
-    """It is an input, which has no numbers yet; a small one works, and so does jax.numpy."""
+    """A large array is an input, without numbers yet; a small one works, and so does jax.numpy."""
     table, small = np.ones(20_000), np.ones(9)
     assert float(s2.run(lambda: jnp.float32(np.linalg.norm(small)))) == 3.0
     assert float(s2.run(lambda: jnp.linalg.norm(jnp.asarray(table)[:9]))) == 3.0
@@ -614,7 +609,7 @@ def test_numpy_code_on_a_large_captured_array_is_answered_in_the_right_words(
 
 
 def test_metadata_of_a_variable_is_watched(strategy: dj.Strategy):
-    """A layer that is frozen by metadata no longer changes; also where a mutable value changes."""
+    """A layer that is frozen by metadata no longer changes; also if a mutable value changes."""
     with strategy.scope():
         variable = nnx.Param(jnp.zeros(()), trainable=True, rates=[1.0])
 
@@ -664,7 +659,7 @@ def test_a_method_that_is_replaced_on_the_object_hides_that_of_its_class(s2: dj.
     assert float(s2.run(step)) == 3.0
 
 
-def test_attributes_that_are_looked_through_are_met_in_their_order(s2: dj.MirroredStrategy):
+def test_iteration_over_attributes_depends_on_their_order(s2: dj.MirroredStrategy):
     held = types.SimpleNamespace(first=jnp.float32(2.0), second=jnp.float32(3.0))
 
     def step() -> jax.Array:
@@ -678,7 +673,7 @@ def test_attributes_that_are_looked_through_are_met_in_their_order(s2: dj.Mirror
     assert float(s2.run(step)) == 9.0
 
 
-# What a call inside the step remembers.
+# Functions inside the step whose traces are cached.
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, nnx.jit, jax.checkpoint])
@@ -686,7 +681,7 @@ def test_attributes_that_are_looked_through_are_met_in_their_order(s2: dj.Mirror
 def test_a_function_that_is_jitted_in_the_step_sees_the_batch_of_each_call(
     strategy: dj.Strategy, wrap: Callable[..., Any], first: str
 ):
-    """The number of real examples is Python state: a trace for one batch does not serve another."""
+    """The number of real examples is Python state: a trace for one batch is wrong for another."""
     with strategy.scope():
         teacher = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
     average = wrap(lambda losses: dj.compute_average_loss(losses))
@@ -703,8 +698,8 @@ def test_a_function_that_is_jitted_in_the_step_sees_the_batch_of_each_call(
         np.testing.assert_allclose(strategy.run(step, args=(batch,)), expected, rtol=1e-5)
 
 
-def test_what_an_optax_transformation_was_made_from_is_followed(s2: dj.MirroredStrategy):
-    """A schedule reads a global of the user's; a rate is an array."""
+def test_values_that_an_optax_transformation_closes_over_are_followed(s2: dj.MirroredStrategy):
+    """A schedule reads a global; a rate is an array."""
     settings = {"rate": 2.0}
     tx = optax.chain(
         optax.scale_by_schedule(lambda _: settings["rate"]), optax.scale(jnp.array(3.0))
@@ -766,7 +761,7 @@ def test_attributes_and_methods_of_a_dict_subclass_are_followed(
 @pytest.mark.parametrize("replicas", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("layer", ["SpectralNorm", "WeightNorm"])
 def test_layers_of_flax_that_keep_arrays_in_dicts_train(replicas: int, layer: str):
-    """Flax writes their plain arrays back as they were when it differentiates the module."""
+    """Flax writes their plain arrays back unchanged when it differentiates the module."""
     strategy = dj.MirroredStrategy(list(range(replicas)))
     make: dict[str, Callable[[], Any]] = {
         "SpectralNorm": lambda: nnx.SpectralNorm(
@@ -801,7 +796,7 @@ def test_layers_of_flax_that_keep_arrays_in_dicts_train(replicas: int, layer: st
 
 
 class Rotary(nnx.Module):
-    """A layer with plain arrays, of which some are in a dict whose keys are not sorted."""
+    """A layer with plain arrays, some of them in a dict with unsorted keys."""
 
     def __init__(self) -> None:
         self.layer = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
@@ -833,7 +828,7 @@ TRANSFORMED: dict[str, Callable[[Rotary, jax.Array], jax.Array]] = {
 def test_plain_arrays_of_a_module_pass_through_the_transformations_of_flax(
     s2: dj.MirroredStrategy, transform: str
 ):
-    """Flax assigns them again as they were; each stays itself, and one that is replaced is read."""
+    """Flax assigns them again unchanged; each keeps its identity, and one that is replaced is read."""
     with s2.scope():
         model = Rotary()
     table, x = model.table, jnp.ones((2, 4))
@@ -849,7 +844,7 @@ def test_plain_arrays_of_a_module_pass_through_the_transformations_of_flax(
 
 
 def test_an_array_that_the_step_assigns_in_the_place_of_another_is_refused(s2: dj.MirroredStrategy):
-    """It has the shape of the old one, and still is another."""
+    """It has the shape of the old one, and yet other values."""
     with s2.scope():
         model = Rotary()
     table = model.table
@@ -865,7 +860,7 @@ def test_an_array_that_the_step_assigns_in_the_place_of_another_is_refused(s2: d
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 def test_a_variable_that_the_step_removes_is_not_checked(s2: dj.MirroredStrategy):
-    """Intermediates left by an earlier forward pass and popped in the step are gone, as under nnx.jit."""
+    """Intermediates of an earlier forward pass that the step pops are removed, as under nnx.jit."""
 
     class Net(nnx.Module):
         def __init__(self) -> None:
@@ -903,7 +898,7 @@ def test_a_captured_model_may_be_called_by_its_module(s2: dj.MirroredStrategy):
     np.testing.assert_allclose(s2.run(lambda x: model(x), args=(x,)), model.module(x))
 
 
-def test_a_captured_array_that_changes_its_weak_type_is_another_program(s2: dj.MirroredStrategy):
+def test_another_weak_type_of_a_captured_array_is_another_program(s2: dj.MirroredStrategy):
     """A weakly typed number takes the dtype of what it meets; a float32 widens it, as under jit."""
     held = Plain(scale=jnp.asarray(2.0))
     with s2.scope():
@@ -925,10 +920,10 @@ def test_a_captured_array_that_changes_its_weak_type_is_another_program(s2: dj.M
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("holder", ["cell", "attribute", "item"])
 @pytest.mark.parametrize("first", [jnp.ones(3), np.ones(20_000)], ids=["jax", "numpy"])
-def test_an_array_of_which_only_python_reads_something_is_not_stale(
+def test_an_array_whose_shape_only_python_reads_is_not_stale(
     s2: dj.MirroredStrategy, holder: str, first: Any
 ):
-    """Whether there is one, and its shape, decide in Python, so that the program has no such input."""
+    """Python decides by its presence and shape, so that the program has no such input."""
     cell: Any = first
     plain, table = Plain(mask=first), {"mask": first}
 
@@ -945,7 +940,7 @@ def test_an_array_of_which_only_python_reads_something_is_not_stale(
 
 @pytest.mark.parametrize("rows", [4, 3])
 def test_a_step_that_moves_what_it_captures_is_compared_as_it_was_called(rows: int):
-    """With one device, and with other padding: another trace of it starts from the same list."""
+    """Traces for one device and for other padding start from the same list."""
     s2 = dj.MirroredStrategy([0, 1])
     with s2.scope():
         held = [nnx.Param(jnp.float32(i)) for i in range(3)]
@@ -963,7 +958,7 @@ def test_a_step_that_moves_what_it_captures_is_compared_as_it_was_called(rows: i
 
 
 def test_a_tensor_of_another_library_is_refused(s2: dj.MirroredStrategy):
-    """In args, captured or as an attribute: a change of it in place could not be seen."""
+    """In args, captured or as an attribute: a change in place could not be seen."""
     kind = type("Tensor", (), {"__array__": lambda self: np.ones(3), "__module__": "torch"})
     tensor: Any = kind()
     plain = Plain(mask=tensor)

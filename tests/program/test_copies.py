@@ -1,4 +1,4 @@
-"""``verify`` compares the replicas' copies of what was taken for mirrored."""
+"""``verify`` compares the replicas' copies of values that are assumed to be mirrored."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import distribute_jax as dj
 
 
 def of_replica(wrong: jax.Array) -> Any:
-    """Declares 1 mirrored, to which ``wrong`` adds a little on the last replica."""
+    """Assumes that 1 is mirrored, while the last replica adds a little if ``wrong`` is 1."""
     replica = dj.get_replica_context()
     last = replica.replica_id_in_sync_group == replica.num_replicas_in_sync - 1
     return dj.assume_mirrored(1.0 + 1e-6 * wrong * last)
 
 
 @pytest.mark.parametrize("lowering", ["shard_map", "pmap"])
-def test_what_was_declared_mirrored_and_is_not_is_found(s4: dj.MirroredStrategy, lowering: Any):
-    """One bit on one of four replicas: state, result, device and line are named; the state stays."""
+def test_a_value_that_is_wrongly_assumed_mirrored_is_found(s4: dj.MirroredStrategy, lowering: Any):
+    """One bit on one of four replicas: state, result, device and line are named; state is unchanged."""
     with s4.scope():
         state, untouched = nnx.Param(jnp.float32(2.0)), nnx.Param(jnp.float32(2.0))
 
@@ -32,7 +32,7 @@ def test_what_was_declared_mirrored_and_is_not_is_found(s4: dj.MirroredStrategy,
         return value, wrong
 
     options = dj.RunOptions(verify="always", lowering=lowering)
-    s4.run(step, args=(0.0,), options=options)  # the replicas agree: nothing is said
+    s4.run(step, args=(0.0,), options=options)  # the replicas agree
     with pytest.raises(
         dj.OutOfSyncError, match=r"dj.assume_mirrored at test_copies.py:\d+"
     ) as found:
@@ -48,7 +48,7 @@ def test_what_was_declared_mirrored_and_is_not_is_found(s4: dj.MirroredStrategy,
 
 
 def test_without_the_proof_the_copies_are_compared_as_well(s2: dj.MirroredStrategy):
-    """Nothing was declared, so the message speaks of check_sync=False."""
+    """Nothing was assumed, so the error is about check_sync=False."""
     with s2.scope():
         state = nnx.Param(jnp.float32(2.0))
 

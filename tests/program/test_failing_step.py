@@ -1,4 +1,4 @@
-"""A compiled step that fails while it runs: said by name, and the strategy works on."""
+"""A compiled step that fails while it runs: the error names it, and the strategy can be used further."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run_and(read):
         answered.clear()
         results = strategy.run(failing_step)
         answered.wait(60)
-        time.sleep(0.5)  # a failure is told by whoever looks after it has happened
+        time.sleep(0.5)  # the failure reaches the results a moment later
         for result in results:
             report(lambda: read(result))
     report(both)
@@ -85,7 +85,7 @@ for strategy in (dj.MirroredStrategy([0]), dj.MirroredStrategy([0, 1])):
 
 @pytest.fixture(scope="module")
 def caught() -> list[str]:
-    """What both programs say of the errors that they caught, in one process, which starts JAX once."""
+    """The lines that both programs print of their errors; one process runs both, to start JAX once."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM + READING],
         env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
@@ -99,7 +99,7 @@ def caught() -> list[str]:
 
 
 def test_a_step_that_fails_while_running_names_the_lost_state(caught: list[str]):
-    """A later call reports it at the latest, since steps run in the background."""
+    """At the latest a later call raises, since steps run in the background."""
     lost = caught[: caught.index("CAUGHT with 1")]
     assert [line.split()[1] for line in lost] == ["1", "4", "4"]
     for line in lost:
@@ -109,7 +109,7 @@ def test_a_step_that_fails_while_running_names_the_lost_state(caught: list[str])
         assert "dj.snapshot" in line
 
 
-def test_whoever_reads_the_results_of_a_failed_step_is_told_its_name(caught: list[str]):
+def test_reading_the_result_of_a_failed_step_names_the_step(caught: list[str]):
     first, second = (caught.index(f"CAUGHT with {n}") for n in (1, 2))
     for lines in (caught[first + 1 : second], caught[second + 1 :]):
         assert len(lines) >= 5, caught

@@ -1,7 +1,7 @@
-"""Programs that were written for one device, with few lines changed: the same losses. More: the gallery.
+"""Programs for one device and their ports have the same losses. The gallery has more of them.
 
-Each program is two functions: the original, which knows nothing of this library, and its port, which takes a
-strategy. Both return the loss of each step.
+Each program is two functions: the original, without this library, and its port, which takes a strategy. Both
+return the loss of each step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ def batches(*arrays: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def all_sum(tree: Any) -> Any:
-    """Sums over the replicas."""
     return dj.get_replica_context().all_reduce("sum", tree)
 
 
@@ -41,8 +40,6 @@ def all_sum(tree: Any) -> Any:
 
 
 class Classifier(nnx.Module):
-    """The network of the tutorial, smaller."""
-
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)
         self.conv = nnx.Conv(1, 4, (3, 3), rngs=rngs)
@@ -143,7 +140,7 @@ def multi_steps_ported(make: Callable[..., dj.Strategy]) -> list[float]:
     return losses
 
 
-# 3. Batches that are dicts, as of Hugging Face: one epoch of an NNX loop, and ``fit``.
+# 3. Batches that are dicts, as those of Hugging Face: one epoch of an NNX loop, and ``fit``.
 
 
 def dicts() -> list[float]:

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment leaves the state whole: as before the step, or as after it."""
+"""Ctrl-C at any moment leaves the state as before the step or as after it, never a mixture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from distribute_jax._interrupts import interrupts_held_back
 
 
 class Model(nnx.Module):
-    """Three variables that are always in the proportion 1 : 2 : 3."""
+    """Three variables in the ratio 1 : 2 : 3."""
 
     def __init__(self) -> None:
         self.ones = nnx.Variable(jnp.zeros(4))
@@ -30,7 +30,6 @@ class Model(nnx.Module):
         self.threes = nnx.Variable({"nested": jnp.zeros(4)})
 
     def add(self, x: jax.Array) -> jax.Array:
-        """Goes one step on."""
         one = jnp.mean(x)
         self.ones[...] += one
         self.twos[...] += 2 * one
@@ -38,7 +37,7 @@ class Model(nnx.Module):
         return one
 
     def steps(self) -> float:
-        """Returns how many steps were made, after a look at every variable."""
+        """Returns the number of steps, and checks that all variables agree on it."""
         ones, twos, threes = self.ones[...], self.twos[...], self.threes.get_value()["nested"]
         steps = float(ones[0])
         np.testing.assert_array_equal(twos, 2 * steps)
@@ -50,27 +49,26 @@ PACKAGE = dj.__path__[0]
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt before the n-th instruction of the library, or of some functions of it."""
+    """A trace function that raises before the n-th instruction of the library, or of some functions of it."""
 
     def __init__(self, at: int, functions: frozenset[str] | None) -> None:
-        self.left, self.functions = at, functions
+        self.remaining, self.functions = at, functions
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        """Is what ``sys.settrace`` takes."""
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         if self.functions and frame.f_code.co_name not in self.functions:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
-            self.left -= 1
-            if self.left == 0:
+            self.remaining -= 1
+            if self.remaining == 0:
                 raise KeyboardInterrupt
         return self
 
 
 def interrupted(call: Callable[[], Any], at: int, functions: frozenset[str] | None = None) -> bool:
-    """Calls a function that is interrupted before the n-th instruction; whether it came so far."""
+    """Calls a function and interrupts it before the n-th instruction; False if it ended before."""
     before = sys.gettrace()
     sys.settrace(Interrupter(at, functions))
     try:
@@ -83,7 +81,7 @@ def interrupted(call: Callable[[], Any], at: int, functions: frozenset[str] | No
 
 
 def calls(strategy: dj.Strategy, model: Model) -> dict[str, tuple[Callable[[], Any], int]]:
-    """Returns what is interrupted, and how many steps it makes."""
+    """Returns the calls to interrupt, with the number of steps of each."""
     batches = [np.ones((16, 2), np.float32)] * 3
     first, second, _ = strategy.distribute_dataset(batches)
     (padded,) = strategy.distribute_dataset([np.ones((11, 2), np.float32)])
@@ -114,7 +112,7 @@ AROUND_THE_PROGRAM = frozenset({
 def check_interrupted_everywhere(
     strategy: dj.Strategy, kind: str, functions: frozenset[str] | None = None
 ) -> int:
-    """Interrupts one call after the other, each an instruction later, and looks at the state."""
+    """Interrupts one call after the other, each an instruction later, and checks the state."""
     with strategy.scope():
         model = Model()
     call, more = calls(strategy, model)[kind]
@@ -159,7 +157,6 @@ def alarms(raises: Callable[[int, Any], None]) -> Iterator[None]:
 
 
 def interrupt(number: int, frame: Any) -> None:
-    """Is what a Ctrl-C does."""
     del number, frame
     raise KeyboardInterrupt
 
@@ -265,8 +262,8 @@ def test_a_variable_may_hold_a_nest_of_a_single_array(strategy: dj.Strategy):
     np.testing.assert_array_equal(nest.get_value()["nested"], 3.0)
 
 
-def lost_of(hits: int, loop: Callable[[], None], is_lost: Callable[[], bool]) -> int:
-    """Interrupts a loop at so many random moments, and counts after how many the state is lost."""
+def count_lost(times: int, loop: Callable[[], None], is_lost: Callable[[], bool]) -> int:
+    """Interrupts a loop at random moments, and counts after how many of them the state is lost."""
     moments, lost = random.Random(0), 0
     came: list[int] = []
 
@@ -276,10 +273,10 @@ def lost_of(hits: int, loop: Callable[[], None], is_lost: Callable[[], bool]) ->
 
     def repeat() -> None:
         # A function: an interrupt at the jump of a `while` is outside of a `with` block on Python 3.13.
-        while not came:  # Python itself drops what is raised while an object is taken down
+        while not came:  # Python drops what is raised in a finalizer
             loop()
 
-    for _ in range(hits):
+    for _ in range(times):
         came.clear()
         with contextlib.suppress(KeyboardInterrupt), alarms(note):
             signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.01, 0.08))
@@ -316,9 +313,9 @@ def test_three_hundred_interrupts_at_random_moments_lose_nothing(s4: dj.Strategy
 
     def is_lost() -> bool:
         states = nnx.state((module, optimizer, model.optimizer))
-        gone = any(leaf.is_deleted() for leaf in jax.tree.leaves(states))
+        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(states))
         loops[kind]()
-        return gone
+        return lost
 
     loops[kind]()
-    assert lost_of(300, loops[kind], is_lost) == 0
+    assert count_lost(300, loops[kind], is_lost) == 0

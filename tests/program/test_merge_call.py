@@ -1,4 +1,4 @@
-"""What code inside merge_call may do: all of cross-replica context but start other programs."""
+"""Code inside merge_call may do all of cross-replica context except to start other programs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ ON_READ = dj.VariableSynchronization.ON_READ
 
 
 def merge(strategy: dj.Strategy, merge_fn: Callable[..., Any], *args: Any) -> Any:
-    """Runs a function in merge_call."""
     return strategy.run(lambda: dj.get_replica_context().merge_call(merge_fn, args=args))
 
 
 @pytest.fixture
 def mirrored(strategy: dj.Strategy) -> dj.Variable:
-    """A mirrored variable."""
     with strategy.scope():
         return dj.Variable(jnp.array([1.0, 2.0]), name="m")
 
 
 @pytest.fixture
-def own(strategy: dj.Strategy) -> dj.Variable:
-    """A variable of which replica r holds [r, r]."""
+def on_read(strategy: dj.Strategy) -> dj.Variable:
+    """A variable with the value [r, r] on replica r."""
     with strategy.scope():
         v = dj.Variable(jnp.zeros(2), synchronization=ON_READ, aggregation=SUM, name="o")
     ids = strategy.experimental_distribute_values_from_function(
@@ -43,22 +41,22 @@ def own(strategy: dj.Strategy) -> dj.Variable:
 
 
 def test_variables_show_all_their_components(
-    strategy: dj.Strategy, mirrored: dj.Variable, own: dj.Variable
+    strategy: dj.Strategy, mirrored: dj.Variable, on_read: dj.Variable
 ):
-    """values, names, local results, reduce and gather give in merge_call what they give outside."""
+    """values, names, local results, reduce and gather return the same in merge_call as outside."""
     n = strategy.num_replicas_in_sync
     with strategy.scope():
         weight = nnx.Param(jnp.array([3.0, 4.0]))
 
     def facts(current: dj.Strategy) -> list[Any]:
         assert mirrored.component_names == ("m", *(f"m/replica_{i}" for i in range(1, n)))
-        assert len(own.component_names) == n
-        found: list[Any] = [mirrored.values, own.values]
-        for v in (mirrored, own, weight):
-            found.append(current.experimental_local_results(v))
-            found += [current.reduce(op, v, axis=None) for op in ("sum", "mean")]
-            found.append(current.gather(v, axis=0))
-        return found
+        assert len(on_read.component_names) == n
+        values: list[Any] = [mirrored.values, on_read.values]
+        for v in (mirrored, on_read, weight):
+            values.append(current.experimental_local_results(v))
+            values += [current.reduce(op, v, axis=None) for op in ("sum", "mean")]
+            values.append(current.gather(v, axis=0))
+        return values
 
     inside, outside = merge(strategy, facts), facts(strategy)
     for got, expected in zip(jax.tree.leaves(inside), jax.tree.leaves(outside), strict=True):
@@ -68,7 +66,7 @@ def test_variables_show_all_their_components(
 
 
 def test_a_batch_statistic_that_differs_shows_that_of_each_replica(s4: dj.MirroredStrategy):
-    """A plain variable may differ within a step; all replicas' values are gathered."""
+    """A plain variable may differ within a step; the values of all replicas are gathered."""
     with s4.scope():
         stat = nnx.BatchStat(jnp.zeros(()))
 
@@ -84,15 +82,15 @@ def test_a_batch_statistic_that_differs_shows_that_of_each_replica(s4: dj.Mirror
 
 
 def test_the_scope_of_the_same_strategy_may_be_entered_and_the_mesh_is_as_before(
-    strategy: dj.Strategy, mirrored: dj.Variable, own: dj.Variable
+    strategy: dj.Strategy, mirrored: dj.Variable, on_read: dj.Variable
 ):
-    """scope() and colocate_vars_with change nothing in merge_call: everything is there already."""
+    """scope() and colocate_vars_with have no effect in merge_call."""
 
     def scoped(current: dj.Strategy) -> Any:
         with current.scope() as again:
             assert again is current
             assert dj.in_cross_replica_context()
-            first = current.reduce("sum", own)
+            first = current.reduce("sum", on_read)
         with current.extended.colocate_vars_with(mirrored):
             second = mirrored[...] + 1
         assert current.extended.variable_created_in_scope(mirrored)
@@ -106,14 +104,14 @@ def test_the_scope_of_the_same_strategy_may_be_entered_and_the_mesh_is_as_before
 
 
 def test_a_scope_left_open_inside_ends_with_the_call(s2: dj.MirroredStrategy):
-    """The mistake is named, and code after the step does not stand in a scope."""
+    """The mistake is named, and the code after the step is outside of the scope."""
     with pytest.raises(RuntimeError, match="left in the wrong order"):
         merge(s2, lambda current: current.scope().__enter__() and None)
     assert _frames.entered() is None
 
 
 def test_random_keys_are_regrouped(s4: dj.MirroredStrategy):
-    """Keys can be arguments of merge_call, and the keys of a stream have local results."""
+    """Keys can be arguments of merge_call, and keys of a stream have local results."""
     with s4.scope():
         rngs = nnx.Rngs(dropout=1)
 
@@ -142,7 +140,7 @@ REFUSED: dict[str, Callable[[dj.Strategy], Any]] = {
 
 @pytest.mark.parametrize("method", REFUSED)
 def test_what_would_start_a_program_is_refused(s2: dj.MirroredStrategy, method: str):
-    """The message names the method and the way out, and nothing is left entered."""
+    """The error names the method and the alternative, and no context stays open."""
     with pytest.raises(
         RuntimeError, match=rf"^{method} was called inside merge_call.*extended\.update"
     ):
@@ -151,7 +149,7 @@ def test_what_would_start_a_program_is_refused(s2: dj.MirroredStrategy, method: 
 
 
 def test_on_one_replica_components_of_all_are_refused(s2: dj.MirroredStrategy):
-    """Inside run, outside of merge_call, a replica sees its own component only."""
+    """Inside run but outside of merge_call a replica sees only its component."""
     with s2.scope():
         v = dj.Variable(1.0, name="v")
     for read in (lambda: v.values, lambda: v.component_names):
@@ -160,7 +158,7 @@ def test_on_one_replica_components_of_all_are_refused(s2: dj.MirroredStrategy):
 
 
 def test_a_scope_under_the_users_jit_is_refused(s2: dj.MirroredStrategy):
-    """JAX cannot change the mesh there; the message says so in our words."""
+    """JAX cannot change the mesh there; the error says so in our words."""
 
     @jax.jit
     def scoped() -> Any:

@@ -1,4 +1,4 @@
-"""Random streams: other numbers on each replica, one stored state, the same run from the same seed."""
+"""Random streams: different numbers on each replica, one stored state, reproducible from the seed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ SHAPE = (64,)
 
 
 def parts(strategy: dj.Strategy, value: Any) -> list[np.ndarray]:
-    """The value on each replica."""
     return [np.asarray(part) for part in strategy.experimental_local_results(value)]
 
 
 def number_of_values(strategy: dj.Strategy, value: Any) -> int:
-    """How many replicas differ."""
+    """Counts the different values of the replicas."""
     return len({part.tobytes() for part in parts(strategy, value)})
 
 
@@ -39,12 +38,10 @@ class Block(nnx.Module):
 
 
 def plain(block: Block) -> Callable[[jax.Array], jax.Array]:
-    """Calls the block as it is."""
     return block
 
 
 def recomputed(block: Block) -> Callable[[jax.Array], jax.Array]:
-    """Calls the block under rematerialisation."""
     return lambda x: nnx.remat(lambda block, x: block(x))(block, x)
 
 
@@ -65,9 +62,9 @@ WAYS = [plain, recomputed, scanned]
 def training(
     strategy: dj.Strategy, *ways: Any, seed: int = 0
 ) -> dict[Any, tuple[Block, list[Any]]]:
-    """Three steps of training with dropout, each way with another model, in one program.
+    """Trains three steps with dropout, each way with another model, in one program.
 
-    Gives for each way the model and what its steps returned.
+    Returns for each way the model and the results of its steps.
     """
     with strategy.scope():
         blocks = {way: Block(nnx.Rngs(params=0, dropout=seed)) for way in ways}
@@ -119,7 +116,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(s4: dj.Strate
     np.testing.assert_array_equal(first, second)
 
 
-def test_recomputation_draws_the_masks_again_that_it_drew_first(s4: dj.Strategy):
+def test_recomputation_draws_the_same_masks(s4: dj.Strategy):
     (straight, _), (again, _) = training(s4, plain, recomputed).values()
     np.testing.assert_allclose(straight.linear.kernel[...], again.linear.kernel[...], rtol=1e-5)
 
@@ -142,7 +139,7 @@ def test_rngs_passed_as_an_argument_are_state_and_draw_again_at_each_step(strate
 
 
 @pytest.mark.parametrize("captured", [True, False])
-def test_keys_of_jax_that_go_in_plain_draw_the_same_until_the_replica_id_is_folded_in(
+def test_jax_keys_draw_the_same_numbers_unless_the_replica_id_is_folded_in(
     s4: dj.Strategy, captured: bool
 ):
     with s4.scope():
@@ -158,10 +155,10 @@ def test_keys_of_jax_that_go_in_plain_draw_the_same_until_the_replica_id_is_fold
     assert number_of_values(s4, own) == 4
 
 
-# Opting out
+# Streams that are the same on all replicas
 
 
-def test_one_stream_is_made_the_same_and_the_others_still_differ(strategy: dj.Strategy):
+def test_a_marked_stream_is_the_same_on_all_replicas_and_others_differ(strategy: dj.Strategy):
     with strategy.scope():
         rngs = nnx.Rngs(dropout=0, augment=1)
         assert dj.same_on_all_replicas(rngs.augment) is rngs.augment
@@ -178,23 +175,19 @@ def marked_before(rngs: nnx.Rngs) -> nnx.Dropout:
 
 
 def marked_stream_before(rngs: nnx.Rngs) -> nnx.Dropout:
-    """Only the stream that the layer uses."""
     dj.same_on_all_replicas(rngs.dropout)
     return nnx.Dropout(0.5, rngs=rngs)
 
 
 def marked_after(rngs: nnx.Rngs) -> nnx.Dropout:
-    """The whole module."""
     return dj.same_on_all_replicas(nnx.Dropout(0.5, rngs=rngs))
 
 
 def marked_and_cloned(rngs: nnx.Rngs) -> nnx.Dropout:
-    """A copy keeps the mark."""
     return nnx.clone(marked_after(rngs))
 
 
 def marked_and_merged(rngs: nnx.Rngs) -> nnx.Dropout:
-    """So does what is split and merged."""
     return nnx.merge(*nnx.split(marked_after(rngs)))
 
 
@@ -248,7 +241,7 @@ def test_streams_of_scanned_layers_have_a_key_each_and_can_be_marked(s4: dj.Stra
     assert blocks.dropout.rngs.count[...].tolist() == [2, 2, 2]
 
 
-def test_a_marked_stream_is_not_among_the_reasons_why_a_step_differs_from_one_device(
+def test_a_marked_stream_is_not_in_the_notice_about_random_numbers(
     s4: dj.Strategy, caplog: pytest.LogCaptureFixture
 ):
     with s4.scope():
@@ -294,7 +287,7 @@ def seeded(key: jax.Array) -> jax.Array:
 def test_a_stream_that_the_step_seeds_is_named_once(
     s4: dj.Strategy, caplog: pytest.LogCaptureFixture
 ):
-    """Its numbers are equal on all replicas, which Flax gives the library no way to change."""
+    """Its numbers are equal on all replicas, which the library cannot change."""
     with s4.scope():
         block = Block(nnx.Rngs(params=0, dropout=1))
 
@@ -313,10 +306,10 @@ def test_a_stream_that_the_step_seeds_is_named_once(
     assert all("before run" in text and "fold_in" in text for text in texts)
 
 
-def test_streams_that_differ_or_come_from_outside_are_no_seeds(
+def test_streams_that_differ_or_come_from_outside_are_not_reported(
     s4: dj.Strategy, caplog: pytest.LogCaptureFixture
 ):
-    """No notice for the replica id folded in, keys passed in, marked streams, nor for a seed not used."""
+    """No notice of keys with the replica id folded in, keys in args, marked streams, or unused seeds."""
     with s4.scope():
         same = dj.same_on_all_replicas(nnx.Rngs(noise=0))
 
@@ -333,7 +326,7 @@ def test_streams_that_differ_or_come_from_outside_are_no_seeds(
     assert not [r for r in caplog.records if "seeds random numbers" in r.getMessage()]
 
 
-def test_a_seeded_predicate_of_a_collective_is_no_deadlock(s4: dj.Strategy):
+def test_a_seeded_predicate_of_a_collective_is_not_a_deadlock(s4: dj.Strategy):
     """All replicas draw the same, so all take the same branch."""
 
     def step() -> jax.Array:
@@ -344,7 +337,7 @@ def test_a_seeded_predicate_of_a_collective_is_no_deadlock(s4: dj.Strategy):
 
 
 def test_the_key_of_a_stream_cannot_be_stored_again_and_the_message_speaks_of_keys(s4: dj.Strategy):
-    """Inside run the key differs per replica; the message says how to draw and how to reseed."""
+    """Inside run the key differs per replica; the error says how to draw and how to reseed."""
     with s4.scope():
         rngs = nnx.Rngs(noise=0)
 
@@ -361,7 +354,7 @@ def test_the_key_of_a_stream_cannot_be_stored_again_and_the_message_speaks_of_ke
 
 
 class DroppingBlocks(nnx.Module):
-    """Layers with dropout, scanned; each with another stream."""
+    """Scanned layers with dropout, each with another stream."""
 
     def __init__(self, rngs: nnx.Rngs, *, remat: bool) -> None:
         @nnx.split_rngs(splits=3)
@@ -382,7 +375,7 @@ class DroppingBlocks(nnx.Module):
 
 @pytest.mark.exhaustive
 def test_dropout_in_a_scanned_rematerialised_block_draws_as_without_remat(strategy: dj.Strategy):
-    """The keys of the layers come back through scan and remat as they were, and stay what is stored."""
+    """The keys of the layers pass through scan and remat unchanged, and so does the stored state."""
     x = np.ones((16, 4), np.float32)
     outcomes = []
     for remat in (False, True):
@@ -415,7 +408,7 @@ def _keys(model: nnx.Module) -> list[jax.Array]:
 
 
 def test_a_key_that_the_step_really_changes_is_still_refused(s2: dj.MirroredStrategy):
-    """Only one that merely passes through keeps its old value."""
+    """Only a key that passes through unchanged keeps its old value."""
     with s2.scope():
         stream = nnx.RngStream(0, tag="dropout")
 

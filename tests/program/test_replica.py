@@ -16,12 +16,10 @@ import distribute_jax as dj
 
 
 def context() -> Any:
-    """The context of this replica."""
     return dj.get_replica_context()
 
 
 def rid() -> jax.Array:
-    """The id of this replica as a float."""
     return context().replica_id_in_sync_group.astype(jnp.float32)
 
 
@@ -83,7 +81,7 @@ def test_all_gather_joins_in_replica_order_for_everyone(s4: dj.MirroredStrategy)
 @pytest.mark.parametrize(
     ("loss", "wanted"),
     [
-        # Upstream gradients 1 and 2 on two replicas: their sum, their mean, the slice of their sum.
+        # The upstream gradients are 1 and 2: their sum, their mean, the slice of their sum.
         (lambda x: (rid() + 1) * context().all_reduce("sum", x), [3.0, 3.0]),
         (lambda x: (rid() + 1) * context().all_reduce("mean", x), [1.5, 1.5]),
         (
@@ -104,7 +102,7 @@ def test_gradients_are_those_of_tensorflow(
 
 
 def test_wrong_arguments_are_named(s2: dj.MirroredStrategy):
-    """A wrong axis and a merge function that is not a function end in our message, not in JAX's."""
+    """A wrong axis and a merge_fn that is not a function raise our error, not JAX's."""
     for axis in ("a", None, 1.5):
         with pytest.raises(ValueError, match=r"all_gather.* axis must be an int"):
             s2.run(lambda axis=axis: context().all_gather(jnp.ones(2), axis))
@@ -169,7 +167,7 @@ def test_an_error_in_merge_call_leaves_the_contexts_clean(s2: dj.MirroredStrateg
 
 def test_a_model_captured_out_of_sight_is_refused_when_read_or_changed(s2: dj.MirroredStrategy):
     with s2.scope():
-        hidden = itertools.cycle([nnx.Linear(1, 1, rngs=nnx.Rngs(0))])  # no walk looks into it
+        hidden = itertools.cycle([nnx.Linear(1, 1, rngs=nnx.Rngs(0))])  # it cannot be walked
 
     def change():
         next(hidden).bias[...] = jnp.ones(1)
@@ -184,7 +182,7 @@ def test_a_model_captured_out_of_sight_is_refused_when_read_or_changed(s2: dj.Mi
 
 
 def test_a_captured_variable_written_in_a_transformation_is_explained(s2: dj.MirroredStrategy):
-    """The step sees it, so the message is about the transformation, and its advice works."""
+    """The error is about the transformation, and its advice works."""
     with s2.scope():
         total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
 

@@ -1,4 +1,4 @@
-"""run: what goes in, what comes out, and what happens to state."""
+"""``strategy.run``: arguments, results, state, and the cache of programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from distribute_jax.program import _cache
 
 
 def replica_id():
-    """The id of the replica as a float."""
     return dj.get_replica_context().replica_id_in_sync_group.astype(float)
 
 
@@ -39,7 +38,6 @@ class Linear(nnx.Module):
 
 
 def built(strategy: dj.Strategy) -> Linear:
-    """A model built under the scope."""
     with strategy.scope():
         return Linear(nnx.Rngs(0))
 
@@ -47,7 +45,7 @@ def built(strategy: dj.Strategy) -> Linear:
 # Results
 
 
-def test_values_that_differ_come_out_per_replica(s2: dj.MirroredStrategy):
+def test_results_that_differ_are_per_replica(s2: dj.MirroredStrategy):
     ids = s2.run(replica_id)
     assert isinstance(ids, dj.PerReplica)
     assert isinstance(ids, dj.DistributedValues)
@@ -62,7 +60,7 @@ def test_values_that_differ_come_out_per_replica(s2: dj.MirroredStrategy):
 
 
 @pytest.mark.parametrize("value", [5, None, "a", 1.5, True, (), enum.Enum("E", "A").A])
-def test_values_that_are_no_arrays_come_out_bare(s2: dj.MirroredStrategy, value: object):
+def test_results_that_are_not_arrays_are_returned_unchanged(s2: dj.MirroredStrategy, value: object):
     assert s2.run(lambda: value) is value
 
 
@@ -133,10 +131,10 @@ def test_numbers_are_data_and_compile_once(s2: dj.MirroredStrategy):
 
 
 @pytest.mark.parametrize("number", [3, 0.5])
-def test_a_number_that_a_step_gave_back_is_the_number_it_took(
+def test_a_number_that_a_step_returned_has_the_signature_of_a_python_number(
     s2: dj.MirroredStrategy, number: float
 ):
-    """As a counter in a ``TrainState``: one program, as under ``jax.jit``, for it and for the array."""
+    """As the counter of a ``TrainState``: one program serves the number and the array."""
     traces = []
 
     def step(state: dict[str, object], x: jax.Array):
@@ -158,7 +156,7 @@ def test_a_number_that_a_step_gave_back_is_the_number_it_took(
 @pytest.mark.parametrize(
     ("value", "kind"), [(True, bool), ("mean", str), (None, type(None)), (b"x", bytes)]
 )
-def test_values_python_decides_on_are_constants(s2: dj.MirroredStrategy, value: object, kind: type):
+def test_static_arguments_are_constants(s2: dj.MirroredStrategy, value: object, kind: type):
     def step(flag: object):
         assert type(flag) is kind
         return 1.0 if flag else 0.0
@@ -205,7 +203,7 @@ def test_python_that_needs_a_traced_value_is_explained(s2: dj.MirroredStrategy):
 
 
 def binders(strategy: dj.Strategy):
-    """The ways in which a step reaches a model and an optimizer."""
+    """Returns the ways in which a step can reach a model and an optimizer."""
     model = built(strategy)
     with strategy.scope():
         optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
@@ -279,7 +277,6 @@ GLOBAL_SCALE = jnp.array(2.0)
 
 
 def bump_global():
-    """A helper that changes a global variable."""
     GLOBAL_COUNT[...] += 1
 
 
@@ -318,8 +315,8 @@ def test_captured_arrays_are_read_at_each_call(s2: dj.MirroredStrategy):
     GLOBAL_SCALE = jnp.array(2.0)
 
 
-def test_an_array_captured_out_of_sight_is_refused(s2: dj.MirroredStrategy):
-    hidden = itertools.cycle([jnp.ones(1000)])  # no walk can look into an iterator
+def test_an_array_in_an_iterator_is_refused(s2: dj.MirroredStrategy):
+    hidden = itertools.cycle([jnp.ones(1000)])  # an iterator cannot be walked
     with pytest.raises(ValueError, match=r"Pass the array, or the object that holds it, in args"):
         s2.run(lambda: next(hidden).sum())
     with pytest.raises(ValueError, match=r"float32\[1000\]"):
@@ -377,7 +374,7 @@ def test_tied_weights_and_clones_are_updated_once_each(s2: dj.MirroredStrategy):
     np.testing.assert_allclose(target.w[...], before + 2, rtol=1e-6)
 
 
-def test_a_value_kept_by_an_unwritten_variable_is_not_donated(s2: dj.MirroredStrategy):
+def test_a_value_of_a_variable_that_is_only_read_is_not_donated(s2: dj.MirroredStrategy):
     online, target = built(s2), built(s2)
 
     def step():
@@ -420,7 +417,7 @@ def test_a_plain_function_of_params_works_as_arguments_and_results(strategy: dj.
 # Programs
 
 
-def test_a_lambda_made_again_hits_the_cache(s2: dj.MirroredStrategy):
+def test_a_new_lambda_of_the_same_code_hits_the_cache(s2: dj.MirroredStrategy):
     model = built(s2)
     for _ in range(5):
         s2.run(lambda: model(jnp.ones((1, 2))))
@@ -493,23 +490,21 @@ def test_two_models_of_one_shape_share_the_program(s2: dj.MirroredStrategy):
     assert len(traces) == 1
 
 
-def test_a_program_that_is_shared_keeps_no_model(s2: dj.MirroredStrategy):
-    """The state of the model that it was compiled for is freed, while another model still runs it."""
-
+def test_a_shared_program_keeps_no_model_alive(s2: dj.MirroredStrategy):
     def step(model: Linear) -> None:
         model.w[...] += 1
 
     first, second = built(s2), built(s2)
     s2.run(step, args=(first,))
     s2.run(step, args=(second,))
-    gone = weakref.ref(first.w[...])
+    weights = weakref.ref(first.w[...])
     del first
     gc.collect()
-    assert gone() is None
+    assert weights() is None
     assert s2._runner.programs() == 1
 
 
-def test_as_many_programs_are_kept_as_the_limit_says(
+def test_the_number_of_cached_programs_is_limited(
     s2: dj.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
 ):
     """64 for users; 6 show the same in less time."""
@@ -523,7 +518,7 @@ def test_as_many_programs_are_kept_as_the_limit_says(
 # Mistakes
 
 
-def test_a_step_that_raises_raises_its_error_and_leaves_everything_usable(
+def test_an_error_in_a_step_is_raised_and_leaves_state_unchanged(
     s2: dj.MirroredStrategy,
 ):
     model = built(s2)
@@ -729,7 +724,6 @@ def test_a_model_in_another_module_is_state(s2: dj.MirroredStrategy):
 
 
 async def coroutine() -> int:
-    """A function that cannot be traced."""
     return 1
 
 
@@ -762,7 +756,7 @@ def test_numpy_arguments_that_devices_cannot_hold_are_refused(
 
 @pytest.mark.parametrize("way", ["arguments", "state", "state and argument"])
 def test_nothing_is_donated_twice(s2: dj.MirroredStrategy, way: str):
-    """JAX 0.10 crashes the process on the same memory donated twice."""
+    """JAX 0.10 crashes the process if a buffer is donated twice."""
     same = jax.device_put(jnp.ones(3), NamedSharding(s2.mesh, PartitionSpec()))
     alias = jax.device_put(same, NamedSharding(s2.mesh, PartitionSpec(None)))
     if way == "arguments":
@@ -786,7 +780,7 @@ def test_nothing_is_donated_twice(s2: dj.MirroredStrategy, way: str):
 
 @pytest.mark.filterwarnings("ignore:2 variables were made outside")
 @pytest.mark.parametrize("device", [0, 1])
-def test_an_array_from_outside_the_scope_stays_the_users(s2: dj.MirroredStrategy, device: int):
+def test_an_array_from_outside_the_scope_is_not_donated(s2: dj.MirroredStrategy, device: int):
     array = jax.device_put(jnp.ones(3), jax.devices()[device])
     first, second = nnx.Variable(array), nnx.Variable(array)
 
@@ -912,7 +906,7 @@ def test_a_metric_that_is_reset_and_updated_in_one_step_is_explained(s2: dj.Mirr
     assert float(metric.compute()) == 1.5
 
 
-def test_a_merged_module_inside_a_scan_is_told_to_be_copied(s2: dj.MirroredStrategy):
+def test_a_merged_module_inside_a_scan_must_be_copied(s2: dj.MirroredStrategy):
     model = built(s2)
     graphdef, state = nnx.split(model)
 

@@ -1,4 +1,4 @@
-"""What the second call of a step does not do again, and where its results are."""
+"""The second call of a step traces, compiles and moves nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_compilation_would_be_seen():
     assert compilations
 
 
-TAKEN = {
+ALIASES = {
     "reduce": lambda s, w: s.reduce("mean", w),
     "local results": lambda s, w: s.experimental_local_results(w)[-1],
     "a shard": lambda s, w: w[...].addressable_shards[-1].data,
@@ -66,10 +66,10 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("how", TAKEN)
+@pytest.mark.parametrize("how", ALIASES)
 @pytest.mark.parametrize("placed", ["argument", "captured"])
-def test_an_argument_may_be_the_memory_of_the_state(strategy: dj.Strategy, how: str, placed: str):
-    """To give memory away that is also read crashes the process on some JAX: it is copied first."""
+def test_an_argument_may_share_memory_with_the_state(strategy: dj.Strategy, how: str, placed: str):
+    """JAX 0.10 crashes the process if a donated buffer is also read: it is copied first."""
     with strategy.scope():
         w = nnx.Param(jnp.arange(3.0))
     held = {"x": jnp.ones(3)}
@@ -83,5 +83,5 @@ def test_an_argument_may_be_the_memory_of_the_state(strategy: dj.Strategy, how: 
 
     run(jnp.ones(3))
     for _ in range(2):
-        run(TAKEN[how](strategy, w))
+        run(ALIASES[how](strategy, w))
     np.testing.assert_array_equal(w[...], 4 * (np.arange(3.0) + 1))

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*was compiled 5 times")
 
 
 def _described(*values: Any) -> jax.Array:
-    """Weighs each value by its position, and by its kind where that is known to the step."""
+    """Returns a number that depends on the position, the kind and the numbers of each value."""
     total = jnp.zeros(())
     for place, value in enumerate(values, 1):
         if value is None:
@@ -122,7 +122,7 @@ def test_an_argument_may_be_a_module_once_and_left_out_the_next_time(strategy: d
 
 
 def test_a_weakly_typed_array_is_another_call(s4: dj.Strategy):
-    """What is computed with it has another dtype, as under ``jax.jit``."""
+    """The result has another dtype, as under ``jax.jit``."""
     half = jnp.ones(3, jnp.bfloat16)
     weak, strong = jnp.full(3, 2.0), jnp.full(3, 2.0, jnp.float32)
 
@@ -143,7 +143,7 @@ FLAGS: dict[str, tuple[Any, Any]] = {
 
 
 def _equal_step(held: list[nnx.Variable[jax.Array]]) -> Any:
-    """Returns a new step that reaches a new object, equal to that of the last one."""
+    """Returns a function that makes a new step with a new object, equal to those of the step before."""
 
     @dataclasses.dataclass(frozen=True)
     class Config:
@@ -155,7 +155,7 @@ def _equal_step(held: list[nnx.Variable[jax.Array]]) -> Any:
     return lambda: functools.partial(step, Config(0.5))
 
 
-def test_calls_that_bind_new_equal_objects_add_nothing_up(s2: dj.Strategy):
+def test_calls_with_new_equal_objects_do_not_accumulate_entries(s2: dj.Strategy):
     with s2.scope():
         count = nnx.Variable(jnp.zeros(()))
     make = _equal_step([count])
@@ -168,7 +168,7 @@ def test_calls_that_bind_new_equal_objects_add_nothing_up(s2: dj.Strategy):
 
 
 @pytest.mark.exhaustive
-def test_memory_and_time_of_a_hundred_thousand_such_calls_are_flat(s2: dj.Strategy):
+def test_memory_and_time_of_a_hundred_thousand_such_calls_are_constant(s2: dj.Strategy):
     with s2.scope():
         count = nnx.Variable(jnp.zeros(()))
     make = _equal_step([count])

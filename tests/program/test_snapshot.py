@@ -1,7 +1,6 @@
-"""A second copy of the weights: averaged, held fixed for a while, or kept for the end.
+"""A second copy of the weights: averaged, fixed for some steps, or the best so far.
 
-State is donated, so that a copy of the arrays has to be one that steps do not take: a model of its
-own that the step knows, or a ``dj.snapshot``.
+State is donated, so a copy must be one that steps do not donate: another model, or a ``dj.snapshot``.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Agent(nnx.Module):
 
 
 def learn(agent: Agent, x: jax.Array, action: jax.Array) -> jax.Array:
-    """A step towards what the other model expects of the next state, as Q-learning does."""
+    """A step towards the value that the other model predicts for the next state, as in Q-learning."""
 
     def loss_fn(model: nnx.Linear) -> jax.Array:
         chosen = jnp.take_along_axis(model(x), action[:, None], 1)[:, 0]
@@ -55,12 +54,12 @@ def learn(agent: Agent, x: jax.Array, action: jax.Array) -> jax.Array:
 
 
 def towards(model: nnx.Module, new: nnx.Module, share: Any) -> None:
-    """Moves the weights of a model by a share of the way to those of another."""
+    """Interpolates the weights of a model towards those of another."""
     mixed = lambda old, new: (1 - share) * old + share * new  # noqa: E731
     nnx.update(model, jax.tree.map(mixed, nnx.state(model), nnx.state(new)))
 
 
-# Ways to use a copy: each takes what runs a step, and the batches
+# Ways to use a copy: each takes an agent, a function that runs a step, and the batches.
 
 
 def averaged(agent: Agent, run: Run, batches: list[Any]) -> list[Any]:
@@ -91,7 +90,7 @@ def copied_outside(agent: Agent, run: Run, batches: list[Any]) -> list[Any]:
 
 
 def copied_outside_without_a_snapshot(agent: Agent, run: Run, batches: list[Any]) -> list[Any]:
-    """Both models hold the same arrays, which the next step would take from both."""
+    """Both models hold the same arrays, which the next step would donate twice."""
     losses = []
     for i, batch in enumerate(batches):
         if i % EVERY == 0:
@@ -101,7 +100,7 @@ def copied_outside_without_a_snapshot(agent: Agent, run: Run, batches: list[Any]
 
 
 def best_kept(agent: Agent, run: Run, batches: list[Any]) -> list[Any]:
-    """The weights before the smallest loss come back at the end."""
+    """The weights before the smallest loss are restored at the end."""
     losses, best, lowest = [], None, np.inf
     for batch in batches:
         before = dj.snapshot(agent.model)
@@ -117,7 +116,7 @@ WAYS = [averaged, copied_inside, copied_outside, copied_outside_without_a_snapsh
 
 @functools.cache
 def trained(way: Callable[..., list[Any]], strategy: dj.Strategy | None) -> dict[str, Any]:
-    """What a way leaves behind: under a strategy, or in plain Flax where there is none."""
+    """Returns losses and state: under a strategy, or in plain Flax if it is None."""
     if strategy is None:
         agent, plain = Agent(), {}
         run = lambda step, *args: plain.setdefault(step, nnx.jit(step))(*args)  # noqa: E731
@@ -133,7 +132,6 @@ def trained(way: Callable[..., list[Any]], strategy: dj.Strategy | None) -> dict
 
 @functools.cache
 def trained_plainly(way: Any) -> dict[str, Any]:
-    """The same in plain Flax, computed once."""
     return trained(way, None)
 
 
@@ -143,15 +141,15 @@ def trained_plainly(way: Any) -> dict[str, Any]:
     ids=lambda way: way.__name__,
 )
 def test_it_equals_plain_flax_on_one_device(strategy: dj.Strategy, way: Any):
-    """Losses, both models and the optimizer, with state donated, as undistributed code leaves them."""
+    """Losses, both models and the optimizer are those of undistributed code."""
     many, one = trained(way, strategy), trained_plainly(way)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), many, one)
     state = many["state"]
     assert not np.allclose(state["model"]["kernel"], state["other"]["kernel"], atol=1e-3)
 
 
-def test_the_copies_do_what_they_say():
-    """The reference itself: the best is not the last, the target changes only now and then."""
+def test_the_reference_programs_differ():
+    """The best weights are not the last, and the target changes only at some steps."""
     losses = trained_plainly(best_kept)["losses"]
     assert 0 < int(np.argmin(losses)) < STEPS - 1
     inside, outside = trained_plainly(copied_inside), trained_plainly(copied_outside)
@@ -160,8 +158,8 @@ def test_the_copies_do_what_they_say():
 
 
 def test_a_snapshot_survives_later_steps_and_can_be_used_in_one(s2: dj.MirroredStrategy):
-    """It keeps the first values and their placement, and ``run`` takes it without taking it away."""
-    agent = made(s2)
+    """It keeps the first values and their sharding, and is not donated when passed to ``run``."""
+    agent = new_agent(s2)
     before = np.asarray(agent.model.kernel[...])
     kept = dj.snapshot(agent.model)
     whole = dj.snapshot({"agent": nnx.to_pure_dict(nnx.state(agent)), "note": "first"})
@@ -179,36 +177,32 @@ def test_a_snapshot_survives_later_steps_and_can_be_used_in_one(s2: dj.MirroredS
     np.testing.assert_array_equal(kept["kernel"][...], before)
 
 
-# Copies that are none
+# Trees that are not copies
 
 
-def made(strategy: dj.Strategy) -> Agent:
-    """An agent under a strategy."""
+def new_agent(strategy: dj.Strategy) -> Agent:
     with strategy.scope():
         return Agent()
 
 
 def batches_of(strategy: dj.Strategy) -> list[Any]:
-    """The first two batches."""
     return list(strategy.distribute_dataset(list(zip(X[:2], ACTIONS[:2], strict=True))))
 
 
-NO_COPIES: dict[str, Callable[[nnx.Linear], Any]] = {
+NOT_COPIES: dict[str, Callable[[nnx.Linear], Any]] = {
     "to_pure_dict": lambda model: nnx.to_pure_dict(nnx.state(model)),
     "tree.map": lambda model: jax.tree.map(lambda array: array, nnx.state(model)),
     "clone": lambda model: nnx.state(nnx.clone(model)),
 }
-"""What users take for copies: other trees that hold the very arrays of the model."""
+"""What users mistake for copies: other trees with the arrays of the model."""
 
 
-@pytest.mark.parametrize("how", NO_COPIES)
-def test_arrays_that_a_step_has_taken_are_refused_with_the_advice(
-    s2: dj.MirroredStrategy, how: str
-):
-    """Whatever is done with them next: our error names them and ``dj.snapshot``, none of JAX's."""
-    agent, (first, second) = made(s2), batches_of(s2)
+@pytest.mark.parametrize("how", NOT_COPIES)
+def test_donated_arrays_are_refused_with_advice(s2: dj.MirroredStrategy, how: str):
+    """Whatever uses them next raises our error, which names them and ``dj.snapshot``."""
+    agent, (first, second) = new_agent(s2), batches_of(s2)
     s2.run(learn, args=(agent, *first))  # the two models began with the same arrays
-    best = NO_COPIES[how](agent.model)
+    best = NOT_COPIES[how](agent.model)
     s2.run(learn, args=(agent, *first))
     array = jax.tree.leaves(best)[0]
     uses: dict[str, Callable[[], Any]] = {
@@ -234,9 +228,9 @@ def test_arrays_that_a_step_has_taken_are_refused_with_the_advice(
     s2.run(learn, args=(agent, *second))
 
 
-def test_arrays_put_back_after_another_step_took_them_are_refused(s2: dj.MirroredStrategy):
-    """A step meets just the arrays of its last call, which another step has taken in between."""
-    agent, (first, second) = made(s2), batches_of(s2)
+def test_arrays_restored_after_another_step_donated_them_are_refused(s2: dj.MirroredStrategy):
+    """A step gets the arrays of its last call, which another step has donated since."""
+    agent, (first, second) = new_agent(s2), batches_of(s2)
 
     def reads(x: jax.Array, action: jax.Array) -> jax.Array:
         return agent.model(x)
@@ -253,31 +247,31 @@ def test_arrays_put_back_after_another_step_took_them_are_refused(s2: dj.Mirrore
 
 
 def test_a_numpy_array_in_a_variable_is_read_at_each_call(s2: dj.MirroredStrategy):
-    """Also where the step does not write it, so that it stays the user's own."""
-    agent, (first, second) = made(s2), batches_of(s2)
+    """Also if the step does not write it, so that it stays the user's array."""
+    agent, (first, second) = new_agent(s2), batches_of(s2)
     s2.run(learn, args=(agent, *first))
-    own = np.zeros((3, 2), np.float32)
-    agent.other.kernel.set_raw_value(own)
+    array = np.zeros((3, 2), np.float32)
+    agent.other.kernel.set_raw_value(array)
     losses = [float(s2.run(learn, args=(agent, *second))) for _ in range(2)]
     assert losses[1] != losses[0]
-    assert agent.other.kernel.get_raw_value() is own
+    assert agent.other.kernel.get_raw_value() is array
 
 
-def test_state_on_another_device_that_was_taken_is_refused_too(s2: dj.MirroredStrategy):
-    """An array that the user's own jit took, in a variable that ``run`` would first have to move."""
-    gone = jnp.ones((3, 2))
-    jax.jit(lambda a: a + 1, donate_argnums=0)(gone)
-    agent = made(s2)
-    agent.model.kernel.set_raw_value(gone)
+def test_donated_state_on_another_device_is_refused(s2: dj.MirroredStrategy):
+    """An array that the user donated, in a variable that ``run`` would first have to move."""
+    donated = jnp.ones((3, 2))
+    jax.jit(lambda a: a + 1, donate_argnums=0)(donated)
+    agent = new_agent(s2)
+    agent.model.kernel.set_raw_value(donated)
     with pytest.raises(dj.DonatedError, match=r"kernel"):
         s2.run(learn, args=(agent, *batches_of(s2)[0]))
 
 
 @pytest.mark.parametrize("replicas", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_state_that_the_users_jit_took_is_refused_by_name(replicas: int):
-    """The step meets the very array that it left, and nothing else is lost with it."""
+def test_state_that_was_donated_to_the_users_jit_is_named(replicas: int):
+    """The variable still holds the array of the last step, and no other state is lost."""
     strategy = dj.MirroredStrategy(range(replicas))
-    agent, (first, _) = made(strategy), batches_of(strategy)
+    agent, (first, _) = new_agent(strategy), batches_of(strategy)
     strategy.run(learn, args=(agent, *first))
     jax.jit(lambda a: a + 1, donate_argnums=0)(agent.model.bias.get_raw_value())
     with pytest.raises(dj.DonatedError, match=r"model\.bias"):
@@ -286,9 +280,9 @@ def test_state_that_the_users_jit_took_is_refused_by_name(replicas: int):
     assert np.isfinite(strategy.run(learn, args=(agent, *first)))
 
 
-def test_a_stale_copy_that_the_step_does_not_read_is_no_error(s2: dj.MirroredStrategy):
-    """An agent may carry dead arrays along; only what reads them is refused."""
-    agent, without, (first, second) = made(s2), made(s2), batches_of(s2)
+def test_a_donated_array_that_the_step_does_not_read_is_not_an_error(s2: dj.MirroredStrategy):
+    """An agent may hold donated arrays; only a step that reads them is refused."""
+    agent, without, (first, second) = new_agent(s2), new_agent(s2), batches_of(s2)
     s2.run(learn, args=(agent, *second))
     agent.stale = nnx.clone(agent.model)
     for batch in (second, first):
@@ -300,8 +294,8 @@ def test_a_stale_copy_that_the_step_does_not_read_is_no_error(s2: dj.MirroredStr
 
 
 def test_the_state_of_a_model_is_the_model_and_follows_it(s2: dj.MirroredStrategy):
-    """``nnx.state(model)`` holds the model's own variables, with a strategy as without."""
-    agent = made(s2)
+    """``nnx.state(model)`` holds the variables of the model, with or without a strategy."""
+    agent = new_agent(s2)
     alias = nnx.state(agent.model)
     s2.run(learn, args=(agent, *batches_of(s2)[0]))
     assert alias["kernel"] is agent.model.kernel
@@ -309,7 +303,7 @@ def test_the_state_of_a_model_is_the_model_and_follows_it(s2: dj.MirroredStrateg
 
 
 def test_a_snapshot_copies_arrays_on_the_host_too():
-    """A NumPy array that is changed in place later does not change what was kept."""
+    """A NumPy array that is changed in place later does not change the snapshot."""
     numbers = np.zeros(2)
     kept = dj.snapshot({"n": numbers})
     numbers += 1

@@ -1,4 +1,4 @@
-"""run_steps: many steps in one dispatch give what single steps give."""
+"""run_steps: several steps in one dispatch are equal to single steps."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def trained(strategy: dj.Strategy, sizes: list[int], steps: int | None) -> dict[
                 _, loss = strategy.run(step, args=next(iterator))
                 losses.append(float(loss))
             else:
-                own, loss = strategy.run_steps(step, iterator, steps=steps)
-                parts = strategy.experimental_local_results(own)
+                local, loss = strategy.run_steps(step, iterator, steps=steps)
+                parts = strategy.experimental_local_results(local)
                 np.testing.assert_allclose(sum(np.asarray(p) for p in parts), loss, rtol=1e-5)
                 losses += loss.tolist()
         except StopIteration:
@@ -56,7 +56,6 @@ def trained(strategy: dj.Strategy, sizes: list[int], steps: int | None) -> dict[
 
 @functools.cache
 def by_single_steps(replicas: int, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """What one call for each batch gives."""
     return trained(dj.MirroredStrategy(list(range(replicas))), list(sizes), None)
 
 
@@ -90,7 +89,7 @@ def test_wrong_arguments_are_explained(s2: dj.MirroredStrategy):
             s2.run_steps(lambda x: x, iter(dataset), steps=steps)
 
 
-def test_a_partial_batch_among_the_steps_keeps_its_rows_apart(s2: dj.MirroredStrategy):
+def test_stacked_results_of_a_partial_batch_cannot_be_gathered(s2: dj.MirroredStrategy):
     iterator = iter(s2.distribute_dataset([np.ones(4, np.float32), np.ones(3, np.float32)]))
     rows = s2.run_steps(lambda x: x, iterator, steps=2)
     with pytest.raises(ValueError, match=r"use strategy\.run"):
@@ -99,7 +98,7 @@ def test_a_partial_batch_among_the_steps_keeps_its_rows_apart(s2: dj.MirroredStr
 
 @pytest.mark.parametrize("came", [0, 1, 2])
 def test_batches_before_an_error_of_the_source_are_run(s2: dj.MirroredStrategy, came: int):
-    """As with single steps, the state includes them; a batch taken is never lost."""
+    """As with single steps, the state includes them: no batch that was taken is lost."""
     with s2.scope():
         count = nnx.Variable(jnp.zeros(()))
 

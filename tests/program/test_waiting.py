@@ -1,4 +1,4 @@
-"""A loop waits for an older step, so that the devices always have the next one to begin."""
+"""A loop waits for an older step, so that the devices always have the next one to start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import distribute_jax as dj
 
 
 def counting() -> tuple[nnx.Variable[Any], Any]:
-    """A step that gives nothing but state."""
+    """A step without results, and its state."""
     total = nnx.Variable(jnp.zeros(()))
 
     def step(x: jax.Array) -> None:
@@ -32,7 +32,7 @@ def counting() -> tuple[nnx.Variable[Any], Any]:
     ids=lambda s: type(s).__name__,
 )
 def test_a_step_without_results_can_be_waited_for(strategy: dj.Strategy, lowering: Any):
-    """What is waited for is there after later steps took the state: else only the newest could be."""
+    """Its token is not state, which later steps donate: else only the newest step could be waited for."""
     with strategy.scope():
         total, step = counting()
     for batch in strategy.distribute_dataset([np.ones(4, np.float32)] * 5):
@@ -46,7 +46,6 @@ def test_a_step_without_results_can_be_waited_for(strategy: dj.Strategy, lowerin
 
 
 def test_several_steps_without_results_can_be_waited_for(s4: dj.MirroredStrategy):
-    """It is so for steps that are dispatched together too."""
     with s4.scope():
         total, step = counting()
     iterator = iter(s4.distribute_dataset([np.ones(4, np.float32)] * 6))
@@ -57,7 +56,6 @@ def test_several_steps_without_results_can_be_waited_for(s4: dj.MirroredStrategy
 
 
 def test_sharded_optimizer_state_can_be_waited_for():
-    """It is so where the replicas share the state of the optimizer."""
     strategy = dj.MirroredStrategy([0, 1, 2, 3], shard_optimizer_state=True)
     with strategy.scope():
         total, step = counting()
@@ -67,8 +65,8 @@ def test_sharded_optimizer_state_can_be_waited_for():
     assert float(total[...]) == 3 * 4 * 4.0
 
 
-def test_a_step_with_results_computes_nothing_more(s4: dj.MirroredStrategy):
-    """Its results can be waited for, so the program has the outputs of a hand-written one."""
+def test_a_step_with_results_has_no_further_output(s4: dj.MirroredStrategy):
+    """Its results can be waited for, so the program has the outputs of hand-written JAX."""
     with s4.scope():
         total, step = counting()
 
@@ -81,11 +79,11 @@ def test_a_step_with_results_computes_nothing_more(s4: dj.MirroredStrategy):
     assert len(program.compiled.out_tree.children()) == 2
 
 
-def test_what_is_waited_for_is_not_kept_alive(s4: dj.MirroredStrategy):
-    """A result that the user lets go of takes no memory until the step runs again."""
+def test_a_result_that_is_waited_for_is_not_kept_alive(s4: dj.MirroredStrategy):
+    """A result that the user deletes is freed before the step runs again."""
     result = s4.run(lambda x: x * 2, args=(jnp.ones(4),))
     s4._runner._in_flight.clear()
-    gone = weakref.ref(result)
+    array = weakref.ref(result)
     del result
     gc.collect()
-    assert gone() is None
+    assert array() is None
