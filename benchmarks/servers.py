@@ -245,18 +245,18 @@ def of_server(engine: str, size: int) -> Iterator[Turn]:
     else:
         here, there = pair()
         with there:
-            server.control.send(Message("link", ends=[there.fileno()]))
+            server.send(Message("link", ends=[there.fileno()]))
         link = Connection(here)
     data, runs = np.ones(size, np.uint8), itertools.count()
-    server.control.send(Message("assign", [0], [data]))
+    server.send(Message("assign", [[0]], [data]))
 
     def turn(calls: int) -> None:
         for run in itertools.islice(runs, calls):
-            server.control.send(Message("prepare", [run, [0]]))
+            server.send(Message("prepare", [run, [0]]))
             (read,) = link.request(Message("fetch", [0, run, []]))().arrays
             assert read.size == size
-            link.request(Message("stage", [0, run, ""], [data]))()
-            server.control.send(Message("drop", [run]))
+            # Of an earlier epoch, so that the server does not keep it.
+            link.request(Message("stage", [-1, run, ""], [data]))()
 
     yield turn
     link.close()

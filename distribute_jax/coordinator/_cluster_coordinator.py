@@ -88,8 +88,7 @@ class ClusterCoordinator:
             TypeError: ``fn`` is not a function.
             Exception: an earlier closure failed.
         """
-        args = () if args is None else args
-        return self._strategy._runner.schedule(fn, args, kwargs or {})
+        return self._strategy._runner.schedule(fn, () if args is None else args, kwargs or {})
 
     def join(self, timeout: float | None = None) -> None:
         """Waits until every scheduled function is over; variables then hold what the servers have.

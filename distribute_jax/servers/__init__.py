@@ -1,40 +1,24 @@
-"""Parameter servers: workers compute closures, servers hold the state and apply updates in one order.
+"""Parameter servers: workers compute closures, servers store the state and apply updates in one order.
 
-In the order of a closure: ``_runner`` traces a scheduled function, ``_coordinator`` has the queue and the
-errors, ``_log`` admits and numbers, ``_engine`` drives the workers, ``_worker`` is what one does, ``_store``
-is one server, ``_state`` says what is where. ``_processes`` and ``_ray`` have other processes (``_roles``).
-``_input`` has what differs from worker to worker.
+In the order of a closure: ``_runner`` traces a scheduled function; ``_coordinator`` queues it; ``_log``
+admits and numbers it; ``_engine`` drives the workers, threads or (``_processes``, ``_ray``) other processes,
+whose program is ``_child``; ``_worker`` is one run of it; ``_store`` is one server; ``_state`` knows which
+server stores what. ``_input`` is what differs between workers.
 """
 
-from distribute_jax.servers._coordinator import Coordinator, Recording, Stats
-from distribute_jax.servers._engine import Engine, threads
+from distribute_jax.servers._coordinator import Coordinator as Coordinator, Stats as Stats
+from distribute_jax.servers._engine import Engine as Engine
 from distribute_jax.servers._input import (
-    PerWorkerDataset,
-    PerWorkerIterator,
-    PerWorkerValue,
-    experimental_get_current_worker_index,
-    in_closure,
+    PerWorkerDataset as PerWorkerDataset,
+    PerWorkerIterator as PerWorkerIterator,
+    PerWorkerValue as PerWorkerValue,
+    experimental_get_current_worker_index as experimental_get_current_worker_index,
+    in_closure as in_closure,
 )
-from distribute_jax.servers._processes import Processes, RemoteStore
-from distribute_jax.servers._ray import Cluster
-from distribute_jax.servers._runner import RemoteValue, ServersRunner
-from distribute_jax.servers._store import Store
-
-__all__ = [
-    "Cluster",
-    "Coordinator",
-    "Engine",
-    "PerWorkerDataset",
-    "PerWorkerIterator",
-    "PerWorkerValue",
-    "Processes",
-    "Recording",
-    "RemoteStore",
-    "RemoteValue",
-    "ServersRunner",
-    "Stats",
-    "Store",
-    "experimental_get_current_worker_index",
-    "in_closure",
-    "threads",
-]
+from distribute_jax.servers._processes import Processes as Processes, RemoteStore as RemoteStore
+from distribute_jax.servers._ray import Cluster as Cluster
+from distribute_jax.servers._runner import (
+    RemoteValue as RemoteValue,
+    ServersRunner as ServersRunner,
+)
+from distribute_jax.servers._store import Store as Store

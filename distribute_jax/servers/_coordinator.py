@@ -1,19 +1,18 @@
-"""Closures from ``schedule`` to their results: the queue, the log, errors, and who waits for what.
+"""Closures from ``schedule`` to their results: the queue, errors, and who waits for what.
 
-Workers take work, compute it and hand over what the servers apply; how they are reached is for the engine.
-All that changes is guarded by one lock, which nobody holds while another process is waited for.
+Workers take work, compute it and hand over what the servers apply; how they are reached is the engine's
+concern. One lock guards all that changes; nobody holds it while waiting for another process.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ from distribute_jax import _context
 from distribute_jax._errors import (
     CancelledError,
     ClusterError,
-    ContextError,
     DeadlineExceededError,
     StepFailedError,
 )
@@ -39,47 +37,36 @@ from distribute_jax.servers._state import Program, State
 from distribute_jax.servers._wire import WireError
 from distribute_jax.servers._worker import Order
 
-_MOST_LOSSES, _MOMENT = 3, 0.05
-MOST_WAITING = 262_144
-"""Closures that may wait; ``schedule`` blocks while there are as many, as in TensorFlow."""
+_MAX_LOSSES = 3
+"""How often a closure may lose its worker, or a server be lost at one version."""
+_MAX_CLOSURES = 262_144
+"""How many closures may be unfinished before ``schedule`` blocks, as in TensorFlow."""
+_POLL_SECONDS = 0.05
 
 
-Data = Callable[[int, int], list[Any]]
-"""Returns what a worker takes beside state for a share of a closure."""
+Read = Callable[[int, int], list[Any]]
+"""Returns the data that a worker takes for a share of a closure."""
 
 
 @dataclass(eq=False)
 class Closure:
-    """One scheduled call."""
-
-    number: int
     program: Program
-    data: Data
-    returned: dict[int, list[Any]] = field(default_factory=dict)
-    """What a worker has returned, by the number of its run."""
+    read: Read
+    returned_by_run: dict[int, list[Any]] = field(default_factory=dict)
     results: list[Any] = field(default_factory=list)
     error: BaseException | None = None
     is_over: bool = False
     is_fetched: bool = False
-    losses: int = 0
-    """How many workers were lost after they had been sent it."""
+    lost_workers: int = 0
     _data: dict[int, list[Any]] = field(default_factory=dict)
     _reading: threading.Lock = field(default_factory=threading.Lock)
 
     def data_of(self, worker: int, share: int) -> list[Any]:
-        """Returns the data of the worker that was the first to run it: no element is lost with a worker."""
+        """Returns what the first worker to run a share has read: no element is lost with a worker."""
         with self._reading:  # that worker may still read when the servers have gone back
             if share not in self._data:
-                self._data[share] = self.data(worker, share)
+                self._data[share] = self.read(worker, share)
             return self._data[share]
-
-
-class Work(NamedTuple):
-    """What a worker does next."""
-
-    attempt: Attempt
-    closure: Closure
-    order: Order
 
 
 class Stats(NamedTuple):
@@ -90,24 +77,7 @@ class Stats(NamedTuple):
     staleness: dict[int, int]
     """How many updates came so many updates after the state that they were computed from."""
     applied: tuple[int, ...]
-    """The updates of each worker; of a synchronous one, the runs that it was made of."""
-
-
-@dataclass
-class Recording:
-    """Updates with all that they were computed from, for ``run_again``."""
-
-    first: int
-    """The version before them."""
-    updates: list[tuple[Update, Closure, list[Any]]] = field(default_factory=list)
-    written: dict[int, list[dict[int, Any]]] = field(default_factory=dict)
-    """By the version, what was set on the servers."""
-    last: dict[int, Any] = field(default_factory=dict)
-    """What updates change, after the last of them."""
-
-    def write(self, version: int, values: dict[int, Any]) -> None:
-        """Notes what is set on the servers."""
-        self.written.setdefault(version, []).append(values)
+    """The updates of each worker; a synchronous one counts for each worker that computed a share."""
 
 
 class Coordinator:
@@ -122,137 +92,87 @@ class Coordinator:
         *,
         snapshot_every: float | None = None,
     ) -> None:
-        """Starts with no closure; the device is that of the user's variables.
-
-        The state of servers that may be lost is kept every ``snapshot_every`` seconds; None for others.
-        """
+        """Takes the device of the user's variables, and seconds between snapshots if servers may be lost."""
         self.workers, self.device = workers, device
         self._log = Log(max_staleness)
-        self._stores = stores
-        self.state = State(stores, device, self._answers, may_go_back=snapshot_every is not None)
-        self._every = math.inf if snapshot_every is None else snapshot_every
+        self.stores = stores
+        self.state = State(stores, device, self._log, self._wait_for, snapshot_every is not None)
+        self._snapshot_every = math.inf if snapshot_every is None else snapshot_every
         self._saved_at = time.monotonic()
-        self._kept: dict[int, Closure] = {}
-        """Closures that are over, and run again if the servers go back."""
-        self._lost_servers = 0
-        """How many servers are being replaced."""
+        self._servers_down = 0
         self._is_asking, self._until = False, math.inf
-        """Whether servers have been asked for what they have, and when their answers are late."""
-        self._losses: Counter[tuple[int, int]] = Counter()
-        """How often each server was lost at each version."""
+        """Whether servers have been asked for state, and the deadline of their answers."""
+        self._losses_at_version: Counter[tuple[int, int]] = Counter()
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._awaited_changed = threading.Condition(self._lock)
-        """What workers wait for, and what users do."""
+        self._for_workers = threading.Condition(self._lock)
+        self._for_users = threading.Condition(self._lock)
         self._awaited: list[Callable[[], bool]] = []
-        self._numbers = itertools.count()
-        self._closures: dict[int, Closure] = {}
         self._error: BaseException | None = None
-        self._lost: BaseException | None = None
-        """Why the servers no longer have a state that could be gone on with."""
+        self._fatal: BaseException | None = None
+        """Why the servers have no state from which training could go on."""
         self._staleness: Counter[int] = Counter()
         self._applied = [0] * workers
         self._stopped = False
-        self._recording: Recording | None = None
         self.faults: Sequence[float] = ()
-        """What goes wrong with messages of the orders from now on; see ``Order.faults``."""
+        """What goes wrong with messages from now on; see ``Order.faults``."""
         _context.register_state_holder(self)
 
-    # Called by the user's thread.
+    # Called by the user's thread. ``known`` and ``load`` are those of ``Stored``.
 
     def known(self, binding: Binding) -> Homes:
-        """Returns the servers of the state that updates use."""
         with self._lock:
             return self.state.known(binding)
 
-    def load(self, bound: BoundHalves) -> Program:
-        """Loads the halves of a step into the servers."""
+    def load(self, bound: BoundHalves) -> Any:
         with self._lock:
-            program: Program = self._with_servers(lambda: self.state.program(bound))
-            return program
+            return self._with_servers(lambda: self.state.program(bound))
 
-    def schedule(
-        self, bound: BoundHalves, data: Data, most: int = MOST_WAITING, shares: int = 1
-    ) -> Closure:
-        """Adds a closure of so many shares; waits while there are as many that are not over.
-
-        What the user has written into variables since the last closure goes to the servers, when those
-        closures that are under way have ended.
-        """
+    def schedule(self, bound: BoundHalves, read: Read, most: int | None, shares: int) -> Closure:
+        """Adds a closure; blocks while ``most`` are unfinished, or variables that were written are in use."""
         with self._lock:
             self._raise_error()
-            program = self.load(bound)
-            if written := self.state.written(program):
-                knows = self.state.knows(written)
-                self._with_servers(lambda: self._send(written), at_rest=knows)
-            self._wait_until(lambda: len(self._closures) < most or self._error is not None)
+            program: Program = self.load(bound)
+            if written := self.state.written(zip(program.keys, bound.leaves, strict=True)):
+                known = self.state.knows(written)
+                self._with_servers(lambda: self._send(written), at_rest=known)
+            most = most or _MAX_CLOSURES
+            self._wait_until(lambda: len(self._log.open) < most or self._error is not None)
             self._raise_error()
-            with interrupts_held_back():  # one that nobody starts would be waited for
-                closure = Closure(next(self._numbers), program, data)
-                self._closures[closure.number] = closure
-                self._log.add(closure.number, shares=shares, writes=program.writes)
-                self._changed.notify(shares)
+            closure = Closure(program, read)
+            with interrupts_held_back():  # a closure that no worker is woken for would never finish
+                self._log.add(closure, shares=shares, writes=program.writes)
+                self._for_workers.notify(shares)
             return closure
 
     def _send(self, written: dict[int, Any]) -> None:
         self._raise_error()
-        self.state.send(written, self._log.version)
-        self._forget()
+        self.state.send(written)
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits until all closures are over, and lets the variables hold what the servers have.
-
-        Raises DeadlineExceededError, or the first error of a closure: those that waited then are cancelled.
-        """
+        """Waits until all closures are over, updates the variables, and raises a closure's first error."""
         check_not_on_worker()
         until = math.inf if timeout is None else time.monotonic() + timeout
         with self._lock:
             try:
-                self._with_servers(self._write_back, at_rest=True, until=until)
+                self._with_servers(self.state.write_back, at_rest=True, until=until)
             except TimeoutError:
-                left = len(self._closures)
-                what = f"{left} closures are not over" if left else "the servers have not answered"
+                n = len(self._log.open)
+                what = f"{n} closures are not over" if n else "the servers have not answered"
                 raise DeadlineExceededError(
                     f"coordinator.join: {what} after {timeout:g} seconds."
                 ) from None
             self._raise_error()
 
-    @contextmanager
-    def recorded(self) -> Iterator[Recording]:
-        """Records the updates of the closures that are scheduled in the block, which ends with a join."""
-        self.join()
-        if self._recording is not None:
-            raise ContextError("dj.testing.record: this strategy is being recorded already.")
-        with self._lock:
-            recording = self._recording = Recording(self._log.version)
-            recording.write(self._log.version, self.state.seen)
-            self.state.written_to = recording.write
-        try:
-            yield recording
-            self.join()
-            with self._lock:
-                recording.last = self._with_servers(self.state.changing)
-        finally:
-            self._recording = self.state.written_to = None
-
     def write_back(self, variables: Iterable[nnx.Variable[Any]] | None = None) -> None:
-        """Lets variables hold what the servers have now, all after the same updates; closures go on.
-
-        What the user has written since the last closure stays.
-        """
+        """Updates variables to one version of the servers; what was written since the last closure stays."""
         with self._lock:
             self._check_servers()
-            self._with_servers(lambda: self._write_back(variables))
-
-    def _write_back(self, variables: Iterable[nnx.Variable[Any]] | None = None) -> None:
-        version, at_rest = self._log.version, self._log.is_idle
-        self.state.write_back(version, variables, at_rest=at_rest)
-        self._forget()
+            self._with_servers(lambda: self.state.write_back(variables))
 
     def _with_servers(
         self, do: Callable[[], Any], *, at_rest: bool = False, until: float = math.inf
     ) -> Any:
-        """Does what needs the servers, maybe all closures over; again if one of them ends meanwhile."""
+        """Calls what needs the servers, if ``at_rest`` after all closures; again if a server is lost."""
         # Not `while condition`, at whose jump back an interrupt keeps the lock on Python 3.13.
         while True:
             self._wait_until(self._is_settled if at_rest else self._is_served, until)
@@ -262,23 +182,23 @@ class Coordinator:
             except WireError:
                 if self._stopped:  # the strategy is gone, and its servers with it
                     return None
-                self._changed.wait(_MOMENT)  # a server is gone, which its engine will notice
+                self._for_workers.wait(
+                    _POLL_SECONDS
+                )  # until the engine has noticed that it is lost
 
     def _is_served(self) -> bool:
-        return not (self._lost_servers or self._is_asking) or self._stopped
+        return not (self._servers_down or self._is_asking) or self._stopped
 
     def _is_settled(self) -> bool:
-        return self._log.is_idle and self._is_served()
+        return not self._log.open and self._is_served()
 
     def is_done(self) -> bool:
-        """Returns whether all closures are over; raises as ``join``."""
         check_not_on_worker()
         with self._lock:
             self._raise_error()
             return self._is_settled()
 
     def result(self, closure: Closure) -> list[Any]:
-        """Waits for what a worker handed over, or raises its error."""
         check_not_on_worker()
         with self._lock:
             self._wait_until(lambda: closure.is_over)
@@ -288,64 +208,55 @@ class Coordinator:
             return closure.results
 
     @property
-    def servers(self) -> int:
-        """How many there are."""
-        return len(self._stores)
-
-    @property
     def stats(self) -> Stats:
-        """What has been applied so far."""
         with self._lock:
             return Stats(self._log.version, dict(self._staleness), tuple(self._applied))
 
-    def _answers(self, asked: Sequence[Any]) -> Sequence[Any]:
-        """Waits for the servers that are other processes; meanwhile no run begins, and nobody else asks."""
-        futures = [answer for answer in asked if isinstance(answer, Future)]
+    def _wait_for(self, answers: Sequence[Any]) -> Sequence[Any]:
+        """Waits for those answers of servers that are futures; meanwhile no run begins, and nobody asks."""
+        futures = [answer for answer in answers if isinstance(answer, Future)]
         if not futures:
-            return asked
+            return answers
         epoch, self._is_asking = self._log.epoch, True
         try:
             for future in futures:
-                future.add_done_callback(self._notice)
+                future.add_done_callback(lambda _: self._notify())
             self._wait_until(lambda: all(future.done() for future in futures), self._until)
         finally:
             for future in futures:
-                future.cancel()  # those that nobody waits for any longer
+                future.cancel()
             self._is_asking = False
-            self._tell()
+            self._notify()
         if epoch != self._log.epoch:
             raise WireError("the servers have gone back")
-        return [answer.result() if answer in futures else answer for answer in asked]
-
-    def _notice(self, _: Future[Any]) -> None:
-        with self._lock:
-            self._tell()
+        return [answer.result() if answer in futures else answer for answer in answers]
 
     def _wait_until(self, is_so: Callable[[], bool], until: float = math.inf) -> None:
-        """Waits, so that an interrupt is noticed; raises TimeoutError when it does not come in time."""
+        """Waits, noticing interrupts; raises TimeoutError at the deadline."""
         if is_so():
             return
         self._awaited.append(is_so)
         try:
             while not is_so():
                 self._check_servers()
-                if (left := until - time.monotonic()) <= 0:
+                if (remaining := until - time.monotonic()) <= 0:
                     raise TimeoutError
-                self._awaited_changed.wait(min(left, 1.0))
+                self._for_users.wait(min(remaining, 1.0))
         finally:
             self._awaited.remove(is_so)
 
-    def _tell(self) -> None:
-        """Wakes workers, and users if what one of them waits for is so: not one for each closure."""
-        self._changed.notify_all()
-        if self._lost is not None or any(is_so() for is_so in self._awaited):
-            self._awaited_changed.notify_all()
+    def _notify(self) -> None:
+        """Wakes workers, and users only if what one of them waits for has come: not at each closure."""
+        with self._lock:
+            self._for_workers.notify_all()
+            if self._fatal is not None or any(is_so() for is_so in self._awaited):
+                self._for_users.notify_all()
 
     def _check_servers(self) -> None:
-        if isinstance(self._lost, ClusterError):
-            raise ClusterError(str(self._lost)) from self._lost
-        if self._lost is not None:
-            raise StepFailedError(_LOST.format(reason=error_text(self._lost))) from self._lost
+        if (fatal := self._fatal) is not None:
+            is_cluster = isinstance(fatal, ClusterError)
+            text = str(fatal) if is_cluster else _FATAL.format(reason=error_text(fatal))
+            raise (ClusterError if is_cluster else StepFailedError)(text) from fatal
 
     def _raise_error(self) -> None:
         self._check_servers()
@@ -353,137 +264,116 @@ class Coordinator:
         if error is not None:
             raise error
 
-    # Called by the workers of the engine.
+    # Called by the threads of the engine.
 
-    def take(self, worker: int) -> Work | None:
-        """Waits for work, of which the servers have set aside the state; None when there will be no more."""
+    def take(self, worker: int) -> tuple[Attempt, Order] | None:
+        """Waits for a run, whose state the servers have set aside; None if there will be no more."""
         with self._lock:
             while not self._stopped and worker < self.workers:
-                can_begin = not (self._lost_servers or self._is_asking)
-                if can_begin and (attempt := self._log.admit(worker)) is not None:
-                    closure = self._closures[attempt.closure]
-                    read = self.state.prepare(closure.program, attempt.number)
-                    return Work(
-                        attempt, closure, Order(attempt.epoch, attempt.number, *read, self.faults)
-                    )
-                self._changed.wait()
+                if self._is_served() and (attempt := self._log.admit(worker)) is not None:
+                    read = self.state.prepare(attempt.closure.program, attempt.number)
+                    return attempt, Order(attempt.epoch, attempt.number, *read, self.faults)
+                self._for_workers.wait()
             return None
 
-    def hand_over(self, work: Work, results: list[Any]) -> None:
+    def hand_over(self, attempt: Attempt, results: list[Any]) -> None:
         """Applies what a worker has staged, in the order of the log."""
-        attempt, returned = work.attempt, work.closure.returned
+        closure: Closure = attempt.closure
         with self._lock:
-            returned[attempt.number] = results
+            closure.returned_by_run[attempt.number] = results
             if (update := self._log.finish(attempt)) is None:
                 return
             if update.number is not None:
                 runs = [run.number for run in update.attempts]
-                for store in self._stores:
+                for store in self.stores:
                     store.commit(attempt.epoch, update.number, runs, update.oldest_run)
-                self._staleness[update.staleness] += 1
-                for run in update.attempts:
-                    self._applied[run.worker] += 1
-                self._kept[work.closure.number] = work.closure
-                self._forget()
-            shares = [returned[run.number] for run in update.attempts]
-            final = work.closure.program.bound.halves.finish(shares)
-            if self._recording is not None and update.number is not None:
-                self._recording.updates.append((update, work.closure, final))
-            self._over(work.closure, results=final)
-            is_late = time.monotonic() - self._saved_at > self._every
+                self._count(update, 1)
+                if self.state.saved_version is None:
+                    self._log.forget(self._log.version)
+            shares = [closure.returned_by_run[run.number] for run in update.attempts]
+            final = closure.program.bound.halves.finish(shares)
+            if self.state.recorder is not None and update.number is not None:
+                self.state.recorder.note_update(update, final)
+            self._end(closure, results=final)
+            is_late = time.monotonic() - self._saved_at > self._snapshot_every
             if is_late and update.number is not None and not self._is_asking:
                 self._until, self._saved_at = math.inf, time.monotonic()
                 with suppress(WireError):
-                    self.state.save(self._log.version)
-                    self._forget()
+                    self.state.save()
 
-    def _forget(self) -> None:
-        """Drops what is needed only to go back further than the servers may."""
-        saved = self.state.saved
-        for closure in self._log.forget(saved.version if saved else self._log.version):
-            self._kept.pop(closure, None)
+    def _count(self, update: Update, times: int) -> None:
+        self._staleness[update.staleness] += times
+        for run in update.attempts:
+            self._applied[run.worker] += times
 
     def lose_server(self, number: int, error: str) -> None:
-        """Lets no run begin until the servers have gone back."""
+        """Begins no run until the servers have gone back."""
         with self._lock:
-            self._lost_servers += 1
-            self._losses[number, self._log.version] += 1
-            if self._losses[number, self._log.version] >= _MOST_LOSSES:
-                text = f"The process of server {number} has ended {_MOST_LOSSES} times{error}"
+            self._servers_down += 1
+            self._losses_at_version[number, self._log.version] += 1
+            if self._losses_at_version[number, self._log.version] >= _MAX_LOSSES:
+                text = f"The process of server {number} has ended {_MAX_LOSSES} times{error}"
                 self.fail_for_good(StepFailedError(text))
 
     def go_back(self) -> None:
-        """Lets all servers, of which one is another process now, go back to what was kept of them."""
+        """Takes all servers, of which one is a new process, back to the last snapshot."""
         with self._lock:
-            version = self.state.saved.version if self.state.saved else 0
-            if self._recording is not None:
-                del self._recording.updates[version - self._recording.first :]
+            version = self.state.saved_version or 0
+            if self.state.recorder is not None:
+                self.state.recorder.go_back(version)
             for update in self._log.go_back(version):
-                self._staleness[update.staleness] -= 1
-                for run in update.attempts:
-                    self._applied[run.worker] -= 1
-                self._closures[update.closure] = self._kept.pop(update.closure)
+                self._count(update, -1)
             self.state.restore(self._log.epoch)
-            self._lost_servers -= 1
-            self._tell()
+            self._servers_down -= 1
+            self._notify()
 
-    def give_up(self, worker: int) -> None:
-        """Lets another worker run what one was running."""
+    def give_up(self, attempt: Attempt, error: BaseException | None = None) -> None:
+        """Lets another worker run what one was running, unless it has ended too many with an error."""
+        closure: Closure = attempt.closure
         with self._lock:
-            for attempt in self._log.give_up(worker):
-                for store in self._stores:
-                    store.drop(attempt.number)
-            self._tell()
+            self._log.give_up(attempt.worker)
+            self._notify()
+        closure.lost_workers += error is not None
+        if error is not None and closure.lost_workers >= _MAX_LOSSES:
+            step, reason = closure.program.bound.step, error_text(error)
+            text = _KILLS.format(step=step, n=_MAX_LOSSES, reason=reason)
+            self.fail(closure, StepFailedError(text))
 
-    def lose(self, work: Work, error: BaseException) -> None:
-        """Lets another worker run what a lost one was running."""
-        self.give_up(work.attempt.worker)
-        work.closure.losses += 1
-        if work.closure.losses < _MOST_LOSSES:
-            return
-        step, reason = work.closure.program.bound.step, error_text(error)
-        self.fail(work, StepFailedError(_KILLS.format(step=step, n=_MOST_LOSSES, reason=reason)))
-
-    def fail(self, work: Work, error: BaseException) -> None:
-        """Notes that a closure cannot be run; those that wait are cancelled."""
+    def fail(self, closure: Closure, error: BaseException) -> None:
+        """Ends a closure with an error, and cancels those that have not begun."""
         with self._lock:
-            if work.closure.number not in self._closures:  # another share of it failed
+            if closure not in self._log.open:  # another share of it failed
                 return
-            self._log.cancel(work.closure.number)
+            self._log.cancel(closure)
             self._error = self._error or error
-            self._over(work.closure, error=error)
-            for number in self._log.cancel():
-                self._over(self._closures[number], error=CancelledError(_CANCELLED))
+            self._end(closure, error=error)
+            for waiting in self._log.cancel():
+                self._end(waiting, error=CancelledError(_CANCELLED))
 
     def fail_for_good(self, error: BaseException) -> None:
-        """Notes why the servers have no state to go on with."""
+        """Notes why the servers have no state from which training could go on."""
         with self._lock:
             if not self._stopped:  # else the strategy is gone
-                self._lost = error
-            self._stopped = True
-            self._tell()
+                self._fatal = error
+            self.stop()
 
-    def _over(self, closure: Closure, **outcome: Any) -> None:
+    def _end(self, closure: Closure, **outcome: Any) -> None:
         if not closure.is_fetched:  # what was fetched of a closure that runs again stays
             vars(closure).update(outcome, is_over=True)
-        del self._closures[closure.number]
-        self._tell()
+        self._notify()
 
     def resize(self, workers: int) -> None:
-        """Sets the number of workers; one that is not among them takes no more work."""
         with self._lock:
             self.workers = workers
             self._applied += [0] * (workers - len(self._applied))
-            self._tell()
+            self._notify()
 
     def stop(self) -> None:
-        """Lets the workers end."""
-        with self._lock:
-            self._stopped = True
-            self._tell()
+        self._stopped = True
+        self._notify()
 
 
-_LOST = """\
+_FATAL = """\
 The servers have no state to go on with: {reason}
 Make a new strategy and restore the state from a checkpoint."""
 _KILLS = """\

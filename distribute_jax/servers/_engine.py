@@ -1,69 +1,79 @@
-"""Drives the workers of a strategy: one thread for each hands it closures, or computes them itself."""
+"""Drives the workers of a strategy: a thread for each hands it closures, or computes them itself."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from distribute_jax._errors import UnsupportedError
+from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax.program._halves import Halves
-from distribute_jax.servers._coordinator import Coordinator, Work
-from distribute_jax.servers._store import Store
+from distribute_jax.servers._coordinator import Coordinator
+from distribute_jax.servers._state import Program
 from distribute_jax.servers._wire import WireError
-from distribute_jax.servers._worker import run
+from distribute_jax.servers._worker import Order, run
 
 _SECONDS_TO_END = 10.0
 
 
-class Worker(Protocol):
-    """A worker, as the coordinator reaches it."""
-
-    def run(self, work: Work, data: list[Any]) -> list[Any]:
-        """Does a run and returns its results; raises WireError if it must be done again, WorkerLostError."""
-
-    def stop(self) -> None:
-        """Lets it end."""
+Worker = Callable[[Program, Order, list[Any]], list[Any]]
+"""Returns the results of a run; raises WorkerLostError, or WireError if it must be repeated."""
 
 
 class WorkerLostError(Exception):
-    """A worker has ended, or cannot be reached."""
+    """A worker has ended, or cannot be reached; ``has_work`` if the work it was sent may be to blame."""
 
     def __init__(self, reason: str, *, has_work: bool = True) -> None:
-        """Takes why, and whether the work may be to blame: it was sent, in part at least."""
         super().__init__(reason)
         self.has_work = has_work
 
 
 class Engine:
-    """The workers of one strategy: a lost one is replaced by another of the same number."""
+    """The workers of one strategy, here threads; a lost worker is replaced by one of the same number."""
 
-    def __init__(self, coordinator: Coordinator, worker: Callable[[int], Worker]) -> None:
-        """Takes what makes the worker of a number; starts as many as the coordinator has."""
-        self._coordinator, self._worker = coordinator, worker
+    def __init__(self, coordinator: Coordinator, devices: Sequence[jax.Device] = ()) -> None:
+        self._coordinator, self._devices = coordinator, devices
+        self._stores: Sequence[Any] = coordinator.stores
         self._threads: list[threading.Thread] = []
-        self.resize(coordinator.workers)
+        self._starting = threading.Lock()
+
+    def start(self) -> None:
+        """Starts the workers, if they have not been started."""
+        with self._starting:  # two threads may schedule
+            if not self.has_started:
+                self._start_servers()
+                with interrupts_held_back():
+                    self._start_threads()
+
+    def _start_servers(self) -> None:
+        """Starts servers that are not objects of this process."""
+
+    def _start_threads(self) -> None:
+        for index in range(len(self._threads), self._coordinator.workers):
+            name = f"worker {index} of parameter servers"
+            thread = threading.Thread(target=self._drive, args=(index,), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    @property
+    def has_started(self) -> bool:
+        return bool(self._threads)
 
     def resize(self, workers: int) -> None:
-        """Starts workers up to so many; those beyond end by themselves, when their closure is over."""
-        leaving = self._threads[workers:]
-        del self._threads[workers:]  # also if the wait for them is interrupted
-        for thread in leaving:
-            thread.join()
-        while len(self._threads) < workers:
-            self._threads.append(self._started(len(self._threads)))
-
-    def _started(self, index: int) -> threading.Thread:
-        name = f"worker {index} of parameter servers"
-        thread = threading.Thread(target=self._drive, args=(index,), name=name, daemon=True)
-        thread.start()
-        return thread
+        """Changes the number of workers; waits for those that leave to finish what they run."""
+        self._coordinator.resize(workers)
+        if self.has_started:
+            leaving = self._threads[workers:]
+            del self._threads[workers:]  # also if the wait for them is interrupted
+            for thread in leaving:
+                thread.join()
+            self._start_threads()
 
     def kill(self, kind: str, number: int) -> None:
-        """Ends the process of a worker or a server."""
         raise UnsupportedError(
             f'dj.testing.kill: {kind} {number} is a thread of this process. Use engine="processes".'
         )
@@ -72,61 +82,46 @@ class Engine:
         """Refuses a step that these workers cannot run."""
 
     def stop(self) -> None:
-        """Waits until the workers have ended what they were doing: none computes while Python ends."""
+        """Waits until the workers have finished what they run: none may compute while Python ends."""
         self._coordinator.stop()
         end = time.monotonic() + _SECONDS_TO_END
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(end - time.monotonic(), 0.0))
 
+    def _worker(self, index: int) -> Worker:
+        """Starts a worker, here one that computes in the thread that calls it."""
+        devices = self._devices[index % len(self._devices)], self._coordinator.device
+        links = [store.request for store in self._stores]
+        return lambda program, order, data: run(program.worker, order, data, links, devices)
+
+    def _end(self, index: int) -> None:
+        """Ends a worker."""
+
     def _drive(self, index: int) -> None:
         worker = None
         try:
             while True:
-                worker = worker or self._worker(index)  # others may have the work while it starts
+                worker = worker or self._worker(index)  # others may take the work while it starts
                 if (work := self._coordinator.take(index)) is None:
                     break
+                attempt, order = work
+                closure = attempt.closure
                 try:
-                    data = work.closure.data_of(index, work.attempt.share)
-                    results = worker.run(work, data)
+                    data = closure.data_of(index, attempt.share)
+                    results = worker(closure.program, order, data)
                 except WireError:
-                    self._coordinator.give_up(index)
+                    self._coordinator.give_up(attempt)
                 except WorkerLostError as error:
+                    self._end(index)
                     worker = None
-                    if error.has_work:
-                        self._coordinator.lose(work, error)
-                    else:
-                        self._coordinator.give_up(index)
+                    self._coordinator.give_up(attempt, error if error.has_work else None)
                 except BaseException as error:
-                    self._coordinator.fail(work, error)
+                    self._coordinator.fail(closure, error)
                 else:
-                    self._coordinator.hand_over(work, results)
+                    self._coordinator.hand_over(attempt, results)
         except BaseException as error:
-            # A worker that ended in silence would be waited for.
+            # Others would wait for a worker that ended silently.
             self._coordinator.fail_for_good(error)
         finally:
-            if worker is not None:
-                worker.stop()
-
-
-def threads(
-    coordinator: Coordinator, stores: Sequence[Store], devices: Sequence[jax.Device]
-) -> Engine:
-    """Starts the workers; each computes on one of the devices."""
-    return Engine(
-        coordinator,
-        lambda index: _Thread(stores, (devices[index % len(devices)], coordinator.device)),
-    )
-
-
-class _Thread:
-    """A worker of this process: it computes in the thread that drives it."""
-
-    def __init__(self, stores: Sequence[Store], devices: tuple[jax.Device, jax.Device]) -> None:
-        self._stores, self._devices = stores, devices
-
-    def run(self, work: Work, data: list[Any]) -> list[Any]:
-        return run(work.closure.program.worker, work.order, data, self._stores, self._devices)
-
-    def stop(self) -> None:
-        pass
+            self._end(index)

@@ -6,6 +6,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -19,34 +20,28 @@ from distribute_jax._errors import (
     UnsupportedError,
 )
 
-
-class _Now(threading.local):
-    worker: Any = None
-    in_closure = False
-
-
-_now = _Now()
+_current: ContextVar[tuple[Any, bool]] = ContextVar("_current", default=(None, False))
+"""The worker that runs this, and whether it is a scheduled function that is traced."""
 
 
 @contextmanager
 def on_worker(index: Any, *, in_closure: bool = False) -> Iterator[None]:
-    """Marks what runs in the block as run by a worker, maybe as a scheduled function."""
-    before = _now.worker, _now.in_closure
-    _now.worker, _now.in_closure = index, in_closure
+    """Marks the block as run by a worker, and maybe as a scheduled function that is traced."""
+    token = _current.set((index, in_closure))
     try:
         yield
     finally:
-        _now.worker, _now.in_closure = before
+        _current.reset(token)
 
 
 def in_closure() -> bool:
-    """Returns whether a scheduled function is being traced, and not the inside of a ``run`` in it."""
-    return _now.in_closure
+    """Returns True while a scheduled function is traced, outside of each ``run`` in it."""
+    return _current.get()[1]
 
 
 def check_not_on_worker() -> None:
-    """Refuses what would let a worker wait for itself, or be done once, while a function is traced."""
-    if _now.worker is not None:
+    """Refuses what would let a worker wait for itself, or happen once, while a function is traced."""
+    if _current.get()[0] is not None:
         raise ContextError(
             "A scheduled function, or one that makes a per-worker dataset, cannot schedule functions, wait "
             "for them, fetch their values or run steps: it is what a worker runs. Do so outside of it, and "
@@ -65,12 +60,13 @@ def experimental_get_current_worker_index() -> Any:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/coordinator/experimental_get_current_worker_index
     """
-    if _now.worker is None:
+    worker, _ = _current.get()
+    if worker is None:
         raise ContextError(
             "experimental_get_current_worker_index was called outside of a scheduled function and of a "
             "function that makes a per-worker dataset: only there is there a worker."
         )
-    return _now.worker
+    return worker
 
 
 class PerWorkerValue:
@@ -90,14 +86,13 @@ class PerWorkerValue:
         copied = lambda x: x.copy() if isinstance(x, np.ndarray) else x  # noqa: E731
         self._values = tuple(jax.tree.map(copied, value) for value in values)
 
-    def of(self, worker: int, workers: int) -> Any:
-        """Returns the value of a worker."""
+    def of_worker(self, worker: int | None, workers: int, _: int) -> Any:
         if len(self._values) < workers:
             raise ArgumentError(
                 f"A PerWorkerValue of {len(self._values)} values was used with {workers} workers. Give one "
                 "value for each worker."
             )
-        return self._values[worker]
+        return self._values[worker or 0]
 
 
 class PerWorkerDataset:
@@ -108,7 +103,6 @@ class PerWorkerDataset:
     """
 
     def __init__(self, make: Callable[[int], Any]) -> None:
-        """Takes what makes the dataset of a worker."""
         self._make = make
 
     def __iter__(self) -> PerWorkerIterator:
@@ -119,45 +113,46 @@ class PerWorkerIterator:
     """An iterator for each worker, to be passed to ``schedule``."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
-        """Takes what makes the dataset of a worker; nothing is read yet."""
         self._make = make
         self._iterators: dict[int, Any] = {}
         self._first: list[Any] = []
+        """Elements of worker 0 that functions were traced with."""
         self._peeked: deque[Any] = deque()
+        """Those of them that it has not taken."""
         self._reading: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
     def __iter__(self) -> PerWorkerIterator:
         return self
 
     def __next__(self) -> Any:
-        """Raises: elements are on the workers."""
         raise UnsupportedError(
             "Iterating over an AsyncDistributedIterator is not supported right now. Take elements in a "
             "function that coordinator.schedule runs: next(iterator) there."
         )
 
-    def first(self, count: int) -> tuple[Any, ...]:
-        """Returns the first elements of worker 0, by which functions are traced; it will still take them."""
-        with self._reading[0]:  # which worker 0 may do too
-            while len(self._first) < count:
-                self._first.append(self._next(0))
-                self._peeked.append(self._first[-1])
-            return tuple(self._first[:count])
-
-    def take(self, worker: int, count: int) -> tuple[Any, ...]:
-        """Takes elements on a worker."""
-        taken: list[Any] = []
-        # Not in a generator, which could not raise StopIteration.
-        with self._reading[worker]:
-            while len(taken) < count:
-                peeked = worker == 0 and self._peeked
-                taken.append(self._peeked.popleft() if peeked else self._next(worker))
-        return tuple(taken)
+    def of_worker(self, worker: int | None, _: int, count: int) -> tuple[Any, ...]:
+        """Takes elements on a worker; without one it peeks at the first elements of worker 0."""
+        with self._reading[worker or 0]:
+            if worker is None:
+                while len(self._first) < count:
+                    self._first.append(self._next(0))
+                    self._peeked.append(self._first[-1])
+                return tuple(self._first[:count])
+            peeked: Any = self._peeked if worker == 0 else ()
+            # A list, since a generator cannot raise StopIteration.
+            taken = [peeked.popleft() if peeked else self._next(worker) for _ in range(count)]
+            return tuple(taken)
 
     def _next(self, worker: int) -> Any:
         with on_worker(worker):
             if worker not in self._iterators:
-                self._iterators[worker] = iter(_check_iterable(self._make(worker)))
+                dataset = self._make(worker)
+                if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
+                    raise ArgumentTypeError(
+                        "create_per_worker_dataset: dataset must be an iterable, or a function without "
+                        f"arguments that returns one; got {dataset!r:.80}."
+                    )
+                self._iterators[worker] = iter(dataset)
             try:
                 return next(self._iterators[worker])
             except StopIteration:
@@ -167,21 +162,10 @@ class PerWorkerIterator:
                 ) from None
 
 
-def _check_iterable(dataset: Any) -> Any:
-    """Returns a dataset; refuses what has no elements."""
-    if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
-        raise ArgumentTypeError(
-            "create_per_worker_dataset: dataset must be an iterable, or a function without arguments that "
-            f"returns one; got {dataset!r:.80}."
-        )
-    return dataset
-
-
 class TracedIterator:
-    """Stands in for a per-worker iterator while a scheduled function is traced."""
+    """Replaces a per-worker iterator while a function is traced."""
 
     def __init__(self, elements: Sequence[Any]) -> None:
-        """Takes the elements that the function is traced with."""
         self._elements = elements
         self.taken = 0
 
@@ -196,9 +180,4 @@ class TracedIterator:
 
 
 class MoreElementsError(BaseException):
-    """A function takes another number of elements than it was traced with; no user code should catch it."""
-
-
-def is_of_workers(value: Any) -> bool:
-    """Returns whether an argument is another on each worker."""
-    return isinstance(value, (PerWorkerValue, PerWorkerIterator))
+    """A function takes another number of elements than it was traced with; no user code may catch it."""

@@ -1,8 +1,8 @@
-"""Workers and servers that are actors of a Ray cluster: what ``_processes`` has on one machine, on several.
+"""Workers and servers that are actors of a Ray cluster, on one machine or several.
 
-That is a cluster that runs, or that of a ``ClusterResolver``: the chief starts it, and tasks join. Only bytes
-travel, one buffer for each message. Ray neither repeats a call nor starts an actor again: that is for the
-coordinator, which knows what was applied.
+The cluster runs already, or the chief of a ``ClusterResolver`` starts it and tasks join. A message is one
+buffer of bytes. Ray neither repeats calls nor restarts actors: the coordinator does, which knows what was
+applied.
 """
 
 from __future__ import annotations
@@ -33,21 +33,26 @@ from distribute_jax._errors import ArgumentError, ClusterError, MissingPackageEr
 from distribute_jax._messages import error_text
 from distribute_jax.cluster_resolver import ClusterSpec
 from distribute_jax.cluster_resolver._base import CHIEF, with_port
-from distribute_jax.servers._roles import role_of
+from distribute_jax.servers._child import role_of
 from distribute_jax.servers._wire import Message, WireError, unpacked
 
-_CALLS = 1000
-"""How many calls an actor has at once at most: one of each worker, and some of the coordinator."""
+_ACTOR_OPTIONS: dict[str, Any] = {
+    "num_cpus": 0,
+    "max_concurrency": 1000,  # calls at once: one of each worker, and some of the coordinator
+    "max_restarts": 0,
+    "max_task_retries": 0,
+    "scheduling_strategy": "SPREAD",
+}
 _TRIES = 3
 """How often a worker is started; why it ends then is the error of the run that it takes."""
 _MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Of Ray, on every system: with 0 it listens on the loopback address only, and nobody can join."""
+"""On every system: with 0 Ray listens on the loopback address only, and nobody can join."""
 _SETTINGS = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
 _OF_TASKS = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # when the chief does not answer
-    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # its actor would never have done all
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # an actor would never be done
 }
-_SECONDS_TO_JOIN, _SECONDS_TO_START, _MOMENT = 10.0, 60.0, 0.2
+_SECONDS_TO_JOIN, _SECONDS_TO_START, _POLL_SECONDS = 10.0, 60.0, 0.2
 _JOBS = {"worker": "worker", "server": "ps"}
 _JOIN = """
 import os, shutil, signal, socket, sys, tempfile, threading, time
@@ -69,14 +74,14 @@ while True:
     except OSError:
         time.sleep(1)
 import ray._private.services, ray.scripts.scripts
-if ip == "127.0.0.1":  # for which Ray would take an address of the network
+if ip == "127.0.0.1":  # which Ray would replace by an address of the network
     ray._private.services.get_node_ip_address = lambda *_: ip
-# Ray's processes of one machine would take each other's names of files if they start at once. It lets
-# everybody read its folder, which is therefore in another one.
+# Ray processes of one machine that start at once would use the same file names. Everybody may read Ray's
+# folder, which is therefore inside a private one.
 sys.argv[1:] = ["start", f"--address={ip}:{port}", "--block", f"--temp-dir={folder}/ray", *options]
 ray.scripts.scripts.main()
 """
-"""Waits until the chief listens, and then is ``ray start``; beside it, ends all with its parent."""
+"""Waits until the chief listens, and becomes ``ray start``; its parent process ends all with ours."""
 _LOG = logging.getLogger("distribute_jax")
 
 
@@ -92,7 +97,7 @@ class _Actor:
         self._early: dict[int, tuple[Message, Future[Message | None]]] = {}
 
     def do(self, turn: int, waits: bool, data: bytes, *ends: Any) -> bytes | None:
-        """Does what the coordinator asks for, when it has done all before: calls come in any order."""
+        """Does what the coordinator asks for, in order: Ray delivers calls in any order."""
         answer = Future[Message | None]()
         with self._lock:
             self._early[turn] = unpacked(data, ends), answer
@@ -102,28 +107,26 @@ class _Actor:
                     job[1].set_result(self._role.do(job[0]))
                 except BaseException as error:
                     self._error.set_result(f": {error_text(error)}")
-                    time.sleep(_MOMENT)  # in which it is sent
+                    time.sleep(_POLL_SECONDS)  # until it is sent
                     os._exit(1)
         return _bytes(answer.result()) if waits else None
 
     def answer(self, data: bytes) -> bytes | None:
-        """Does what a worker asks a server for."""
         return _bytes(self._role.store.answer(unpacked(data)))
 
     def ready(self) -> None:
-        """Returns when it has started."""
+        pass
 
     def wait(self) -> str:
-        """Returns why it ends, if that is an error."""
         return self._error.result()
 
 
 class _Worker(_Actor):
-    """Has a name by which it is known among the actors of a cluster."""
+    """Has the name that Ray shows for a worker."""
 
 
 class _Server(_Actor):
-    """As a worker."""
+    pass
 
 
 def _bytes(message: Message | None) -> bytes | None:
@@ -131,7 +134,7 @@ def _bytes(message: Message | None) -> bytes | None:
 
 
 class _Calls:
-    """A connection, as of ``_wire``, which is calls of an actor: of a worker to a server."""
+    """A worker's connection to an actor that is a server; like ``Connection``, but by calls of Ray."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -153,12 +156,12 @@ class _Calls:
         pass
 
 
-class _Control(_Calls):
-    """The connection of the coordinator."""
+class _Child(_Calls):
+    """The coordinator's connection to an actor that is a worker or a server."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, ray: Any, actor: Any) -> None:
         super().__init__(actor)
-        self._sends, self._turn = threading.Lock(), 0
+        self._ray, self._sends, self._turn = ray, threading.Lock(), 0
 
     def send(self, message: Message, *, waits: bool = False) -> Any:
         with self._sends:
@@ -172,16 +175,7 @@ class _Control(_Calls):
     def limit(self, seconds: float | None) -> None:
         self._seconds = seconds
 
-
-class _Child:
-    """An actor that is a worker or a server, as the coordinator has it."""
-
-    def __init__(self, ray: Any, actor: Any) -> None:
-        self._ray, self._actor = ray, actor
-        self.control = _Control(actor)
-
     def has_started(self) -> bool:
-        """Waits until it has started, and returns False if it has ended instead."""
         ready = self._actor.ready.remote()
         with suppress(self._ray.exceptions.RayError):
             if not self._ray.wait([ready], timeout=_SECONDS_TO_START)[0]:
@@ -193,28 +187,18 @@ class _Child:
         return False
 
     def wait(self) -> str:
-        """Waits until it has ended; returns its error, if it said so."""
         with suppress(self._ray.exceptions.RayError):
             return str(self._ray.get(self._actor.wait.remote()))
         return ""
 
     def connect(self, number: int, server: _Child) -> None:
-        """Lets it, a worker, reach the server of a number."""
-        self.control.send(Message("link", [number], ends=[server._actor]))
+        self.send(Message("link", [number], ends=[server._actor]))
 
     def end(self) -> None:
-        """Ends it, and does not wait."""
         if self._ray.is_initialized():
             self._ray.kill(self._actor)
 
     kill = end
-
-
-def _ray(is_local: bool) -> Any:
-    """Returns Ray, which reads its settings when it is imported first."""
-    for name, value in {_MACHINES: str(int(not is_local)), **_SETTINGS}.items():
-        os.environ.setdefault(name, value)
-    return _imported()
 
 
 def _imported() -> Any:
@@ -228,37 +212,35 @@ def _imported() -> Any:
 
 
 def _resource(task: str) -> str:
-    """Returns what the machine of a task has and no other."""
-    return f"{task}:JAX-{jax.__version__}"  # no comma, which Ray takes for the end
-
-
-def _leave(ray: Any, folder: str) -> None:
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+    # Only the machine of a task has it. Ray ends a name at a comma.
+    return f"{task}:JAX-{jax.__version__}"
 
 
 class Cluster:
-    """Starts actors: in the cluster that is connected, or that of ``RAY_ADDRESS``, or one of this machine.
+    """Starts actors: in the connected cluster, in that of ``RAY_ADDRESS``, or in a new one on this machine.
 
-    With a head, the address of the chief, it starts Ray there, and each actor on the machine of its task.
+    With a head, the address of the chief, Ray starts there, and each actor on the machine of its task.
     """
 
     def __init__(self, head: str | None = None) -> None:
-        """Raises: MissingPackageError."""
         self._is_of_tasks, self._ip, self._port = head is not None, "127.0.0.1", "0"
         if head is not None:
             host, _, self._port = with_port(head, "The chief").rpartition(":")
             self._ip = socket.gethostbyname(host)
         self._is_new = self._is_of_tasks or "RAY_ADDRESS" not in os.environ
-        self._ray = _ray(self._ip == "127.0.0.1") if self._is_new else _imported()
-        if self._ip == "127.0.1.1":  # what Debian has for the name of this machine
+        if self._is_new:  # Ray reads its settings when it is imported first
+            for name, value in {_MACHINES: str(int(self._ip != "127.0.0.1")), **_SETTINGS}.items():
+                os.environ.setdefault(name, value)
+        self._ray = _imported()
+        if self._ip == "127.0.1.1":  # Debian's address for the name of this machine
             self._ip = self._ray.util.get_node_ip_address()
 
     def _connect(self) -> None:
         options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if self._is_new:
-            folder = tempfile.mkdtemp(prefix="dj-")  # Ray's own may be written by everybody
-            atexit.register(_leave, self._ray, folder)
+            folder = tempfile.mkdtemp(prefix="dj-")  # everybody may write to Ray's default
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            atexit.register(self._ray.shutdown)  # which comes first
             options.update(address="local", include_dashboard=False)
             options.update(_node_ip_address=self._ip, _temp_dir=f"{folder}/ray")
         handler, mask = signal.getsignal(signal.SIGTERM), os.umask(0o077)  # for the token's file
@@ -274,10 +256,7 @@ class Cluster:
                 signal.signal(signal.SIGTERM, handler)
 
     def _joined(self, task: str) -> dict[str, int]:
-        """Waits until a task has joined; returns what its machine has and no other.
-
-        Raises: ClusterError: it has another version of JAX.
-        """
+        """Waits until a task has joined; returns the resource that only its machine has."""
         wanted, patience = _resource(task), time.monotonic() + _SECONDS_TO_JOIN
         while self._ray.is_initialized():
             alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
@@ -292,23 +271,16 @@ class Cluster:
             if time.monotonic() > patience:
                 _LOG.warning("Waiting for task %s, which has not joined: dj.Server(…).join()", task)
                 patience = float("inf")
-            time.sleep(_MOMENT)
+            time.sleep(_POLL_SECONDS)
         raise ClusterError(f"Ray was shut down before task {task} joined.")
 
     def child(self, kind: str, number: int) -> _Child:
-        """Returns a new actor, which is the worker or the server of a number."""
         if not self._ray.is_initialized():
             self._connect()
         resources = self._joined(f"{_JOBS[kind]}-{number}") if self._is_of_tasks else {}
         platform = jax.default_backend() if kind == "worker" else "cpu"
         actor = self._ray.remote(_Worker if kind == "worker" else _Server).options(
-            num_cpus=0,
-            num_gpus=int(platform == "gpu"),
-            resources=resources,
-            max_concurrency=_CALLS,
-            max_restarts=0,
-            max_task_retries=0,
-            scheduling_strategy="SPREAD",
+            **_ACTOR_OPTIONS, num_gpus=int(platform == "gpu"), resources=resources
         )
         x64 = jax.dtypes.canonicalize_dtype("float64") == "float64"
         for _ in range(_TRIES):
@@ -318,7 +290,7 @@ class Cluster:
         return child
 
     def close(self) -> None:
-        """Leaves the cluster as it is: others may use it."""
+        pass  # others may use the cluster
 
 
 class Server:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -18,7 +17,7 @@ from distribute_jax._errors import ArgumentError, ArgumentTypeError, ContextErro
 from distribute_jax._jax_private import trace_settings
 from distribute_jax._messages import leaf_text
 from distribute_jax._values import PerReplica
-from distribute_jax.program import Replicas, Runner, RunOptions
+from distribute_jax.program import Replicas, Runner
 from distribute_jax.program._arguments import check_call, is_one_leaf
 from distribute_jax.program._binding import step_lock
 from distribute_jax.program._cache import Request
@@ -31,7 +30,7 @@ from distribute_jax.program._result_rows import Unknown
 from distribute_jax.program._results import rebuild
 from distribute_jax.program._trace_errors import step_name
 from distribute_jax.program._undo import StepCounts, check_counts
-from distribute_jax.servers._coordinator import MOST_WAITING, Coordinator, Data, Recording
+from distribute_jax.servers._coordinator import Coordinator
 from distribute_jax.servers._engine import Engine
 from distribute_jax.servers._input import (
     MoreElementsError,
@@ -41,12 +40,10 @@ from distribute_jax.servers._input import (
     check_not_on_worker,
     experimental_get_current_worker_index,
     in_closure,
-    is_of_workers,
     on_worker,
 )
-from distribute_jax.servers._replay import run_again
 
-_MOST_ELEMENTS = 64
+_MAX_ELEMENTS = 64
 
 
 class ServersRunner(Runner):
@@ -57,180 +54,136 @@ class ServersRunner(Runner):
         strategy: Any,
         replicas: Replicas,
         coordinator: Coordinator,
-        start: Callable[[], Engine],
-        partitioner: Callable[..., Any] | None = None,
-        sparse: str | None = None,
+        engine: Engine,
+        **options: Any,
     ) -> None:
-        """Starts workers with the first closure."""
+        """Takes the strategy's ``partitioner`` and ``sparse`` as options."""
         super().__init__(strategy, replicas, steps_in_flight=None)
-        self._strategy, self.coordinator = strategy, coordinator
-        self._shares, self._start = strategy.num_replicas_in_sync, start
-        self._engine: Engine | None = None
-        self._starting = threading.Lock()
-        self._halves = HalvesCache(
-            strategy, strategy.mesh, coordinator.servers, coordinator, partitioner, sparse
-        )
+        self._strategy, self._coordinator, self._engine = strategy, coordinator, engine
+        self._shares = strategy.num_replicas_in_sync
+        servers = len(coordinator.stores)
+        self._halves = HalvesCache(strategy, strategy.mesh, servers, coordinator, **options)
         self._guarded: dict[int, tuple[StepCounts, int]] = {}
-        self._taken: dict[Any, list[int]] = {}
-        """How many elements of each of its iterators a function took when it was last traced."""
+        self._element_counts: dict[Any, list[int]] = {}
+        """How many elements of each of its arguments a function took when it was last traced."""
         self._last: tuple[Any, ...] = ()
         """The last function without other arguments, with what it depends on, its halves and data."""
 
     def for_strategy(self, strategy: Any) -> Runner:
-        """Refuses: the copy would have the same servers."""
+        """Raises: the copy would have the same servers."""
         raise ContextError(f"{self._strategy!r} cannot be copied. Make a new strategy.")
 
-    def __call__(
-        self,
-        fn: Callable[..., Any],
-        args: Any,
-        kwargs: dict[str, Any] | None,
-        options: RunOptions | None,
-    ) -> Any:
+    def __call__(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: Any) -> Any:
         """Runs a step here, after all closures; in a scheduled function, as a part of it."""
         if in_closure():
             check_call(args, kwargs)
             with on_worker(experimental_get_current_worker_index()):
                 return fn(*args, **(kwargs or {}))
-        self.coordinator.join()
+        self._coordinator.join()
         return super().__call__(fn, args, kwargs, options)
 
-    def steps(
-        self,
-        fn: Callable[..., Any],
-        iterator: Iterator[Any],
-        steps: int,
-        options: RunOptions | None,
-    ) -> Any:
-        """Runs several steps here, after all closures."""
-        self.coordinator.join()
-        return super().steps(fn, iterator, steps, options)
+    def steps(self, *args: Any) -> Any:
+        self._coordinator.join()
+        return super().steps(*args)
 
     def check_skipped_steps(self, delay: int = 0) -> None:
         """Also looks at the closures since the last time, which are over."""
         super().check_skipped_steps(delay)
-        if delay:
-            return
-        guarded, self._guarded = self._guarded, {}
-        for guard, closures in guarded.values():
-            check_counts(guard, guard.get_raw_value(), closures)
-
-    def kill(self, kind: str, number: int) -> None:
-        """Ends the process of a worker or a server."""
-        if self._engine is None:
-            raise ContextError("dj.testing.kill: workers and servers start with the first closure.")
-        self._engine.kill(kind, number)
-
-    def run_again(self, recording: Recording) -> list[str]:
-        """Does recorded updates again on one device; returns what has other bits."""
-        self.coordinator.join()
-        return list(run_again(recording, self.coordinator.state, self.coordinator.device))
-
-    def resize(self, workers: int) -> None:
-        """Starts workers that have joined; waits for those that leave."""
-        if self._engine is not None:
-            self._engine.resize(workers)
+        if not delay:
+            guarded, self._guarded = self._guarded, {}
+            for guard, closures in guarded.values():
+                check_counts(guard, guard.get_raw_value(), closures)
 
     def schedule(
-        self,
-        fn: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        most: int = MOST_WAITING,
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, most: int | None = None
     ) -> Any:
-        """Queues a function for whichever worker is free; returns its results to come.
-
-        Waits while ``most`` closures are not over.
-        """
+        """Queues a function for any worker, once fewer than ``most`` are open; returns remote values."""
         check_not_on_worker()
-        if not callable(fn) or getattr(getattr(fn, "__code__", None), "co_flags", 0) & (
-            inspect.CO_COROUTINE | inspect.CO_GENERATOR
-        ):
+        flags = getattr(getattr(fn, "__code__", None), "co_flags", 0)
+        if not callable(fn) or flags & (inspect.CO_COROUTINE | inspect.CO_GENERATOR):
             raise ArgumentTypeError(
                 f"coordinator.schedule(fn={leaf_text(fn)}): fn is not a function, or an async one or a "
                 "generator."
             )
         check_call(args, kwargs, "coordinator.schedule(fn")
-        given, tree = jax.tree.flatten((tuple(args), kwargs or {}), is_leaf=_is_leaf)
-        _check_fetched(given)
-        given = [x.copy() if isinstance(x, np.ndarray) else x for x in given]
-        bound, data, counts = self._traced(fn, given, tree)
-        results, mirrored = bound.halves.results, bound.halves.plan.mirrored
-        with self._starting:  # two threads may schedule
-            if self._engine is None:
-                self._engine = self._start()
+        leaves, tree = jax.tree.flatten((tuple(args), kwargs or {}), is_leaf=_is_leaf)
+        if any(isinstance(x, RemoteValue) for x in leaves):
+            raise ArgumentError(
+                "coordinator.schedule got a RemoteValue among its arguments: fetch it first, with "
+                "coordinator.fetch(value)."
+            )
+        leaves = [x.copy() if isinstance(x, np.ndarray) else x for x in leaves]
+        bound, data, counts = self._traced(fn, leaves, tree)
+        mirrored, rows = bound.halves.plan.mirrored, bound.rows or ()
+        self._engine.start()
         self._engine.check(bound.halves)
-        closure = self.coordinator.schedule(bound, data, most, self._shares)
+        closure = self._coordinator.schedule(bound, data, most, self._shares)
         for guard in bound.skip_counts:
             _, closures = self._guarded.get(id(guard), (guard, 0))
             self._guarded[id(guard)] = guard, closures + 1
 
-        def remote(k: int) -> RemoteValue:
-            real = counts if counts is not None and (bound.rows or ())[k] else None
+        def value(k: int) -> Any:
+            array = self._coordinator.result(closure)[k]
+            real = counts if counts is not None and rows[k] else None
             if self._shares > 1 and not mirrored[k]:
-                mesh = self._strategy.mesh
-                return RemoteValue(
-                    lambda: PerReplica(self.coordinator.result(closure)[k], mesh, counts=real)
-                )
-            rows = slice(real[0]) if real else ...
-            return RemoteValue(lambda: self.coordinator.result(closure)[k][rows])
+                return PerReplica(array, self._strategy.mesh, counts=real)
+            return array[: real[0]] if real else array
 
-        return rebuild(results, [remote(k) for k in range(len(mirrored))], bound.binding)
+        remote = [RemoteValue(functools.partial(value, k)) for k in range(len(mirrored))]
+        return rebuild(bound.halves.results, remote, bound.binding)
 
     def _traced(
-        self, fn: Callable[..., Any], given: list[Any], tree: Any
-    ) -> tuple[BoundHalves, Data, tuple[int, ...] | None]:
-        """Returns the halves of a scheduled function, the data of a worker, and how many rows are real."""
-        key, kinds = getattr(fn, "__code__", type(fn)), [*map(_kind, given)]
-        plain = [x for x, kind in zip(given, kinds, strict=True) if kind == "plain"]
+        self, fn: Callable[..., Any], arguments: list[Any], tree: Any
+    ) -> tuple[BoundHalves, Callable[..., Any], tuple[int, ...] | None]:
+        """Returns the halves of a function, what reads a worker's data, and how many rows are real."""
+        kinds = [type(x) if isinstance(x, _OF_WORKERS) else None for x in arguments]
+        plain = [x for x, kind in zip(arguments, kinds, strict=True) if kind is None]
         last = None
         if not plain and isinstance(fn, FunctionType):
-            settings = self.coordinator.workers, trace_settings(), checked_run_options(None)
-            last = weakref.ref(fn), (tree, *given, *settings)
+            settings = self._coordinator.workers, trace_settings(), checked_run_options(None)
+            last = weakref.ref(fn), (tree, *arguments, *settings)
             if last == self._last[:2] and self._last[2].fits_function(fn):
                 return *self._last[2:], None
-        taken = self._taken.get(key, [])
-        taken = [*taken, *[0] * (len(given) - len(taken))][: len(given)]
+        key = getattr(fn, "__code__", type(fn))
+        counts = self._element_counts.get(key, [])
+        counts = [*counts, *[0] * len(arguments)][: len(arguments)]
         while True:
-            now = list(taken)
-            of_workers = functools.partial(_of_worker, given, now, self.coordinator.workers)
-            leaves, inputs = jax.tree.flatten(of_workers(0, peek=True))
+            traced_counts = list(counts)
+            of_worker = functools.partial(
+                _of_worker, arguments, traced_counts, self._coordinator.workers
+            )
+            leaves, inputs = jax.tree.flatten(of_worker(None))
             _check_arrays(leaves)
-            shapes = [*map(_type, leaves)]
-            step = _Closure(fn, kinds, tree, inputs, taken)
+            step = _Closure(fn, kinds, tree, inputs, counts)
             every = (*plain, *leaves, _first_worker())
             try:
-                bound, arguments = self._halves.bound(step, every, {}, None, len(leaves) + 1)
+                bound, taken = self._halves.bound(step, every, {}, None, len(leaves) + 1)
                 break
             except MoreElementsError:
-                if max(taken) > _MOST_ELEMENTS:
-                    raise ArgumentError(_TOO_MANY.format(most=_MOST_ELEMENTS)) from None
-        self._taken[key] = now
-        if arguments.counts is not None and bound.rows is None:
-            bound.rows = self._checked_rows(Request(step, arguments, UNVERIFIED), bound)
-        fixed = bound.halves.data(bound.binding, arguments)
-        shares = self._shares  # what workers hold must not hold the strategy
-        end = len(fixed) - (arguments.counts is not None)
-        first = end - len(shapes) - 1
+                if max(counts) > _MAX_ELEMENTS:
+                    raise ArgumentError(_TOO_MANY.format(most=_MAX_ELEMENTS)) from None
+        self._element_counts[key] = traced_counts
+        if taken.counts is not None and bound.rows is None:
+            bound.rows = self._checked_rows(Request(step, taken, UNVERIFIED), bound)
+        fixed = bound.halves.data(bound.binding, taken)
+        end = len(fixed) - (taken.counts is not None)
+        before, after = fixed[: end - len(leaves) - 1], fixed[end:]
+        types, shares = [*map(_type, leaves)], self._shares  # closures must not hold the strategy
 
-        def data(worker: int, share: int) -> list[Any]:
-            found: Any = jax.tree.flatten(of_workers(worker)) if shapes else ([], inputs)
-            leaves, structure = found
-            if structure != inputs or [*map(_type, leaves)] != shapes:
-                got, wanted = _shown(map(_type, leaves)), _shown(shapes)
+        def read(worker: int, share: int) -> list[Any]:
+            flat: Any = jax.tree.flatten(of_worker(worker)) if types else ([], inputs)
+            leaves, structure = flat
+            if structure != inputs or [*map(_type, leaves)] != types:
+                got, wanted = _shown(map(_type, leaves)), _shown(types)
                 raise ArgumentError(_OTHER_SHAPE.format(worker=worker, got=got, wanted=wanted))
-            given = [*fixed[:first], *leaves, np.int32(worker), *fixed[end:]]
-            return of_replica(given, share, shares)
+            return of_replica([*before, *leaves, np.int32(worker), *after], share, shares)
 
-        if last is not None and not (arguments.bound or bound.halves.arrays):
-            self._last = *last, bound, data
-        return bound, data, arguments.counts
+        if last is not None and not (taken.bound or bound.halves.arrays):
+            self._last = *last, bound, read
+        return bound, read, taken.counts
 
     def _checked_rows(self, request: Request, bound: BoundHalves) -> list[bool]:
-        """Returns which results of a partial batch have one row for each example.
-
-        Refuses, as ``run``, a step that sees the padding, by running it on a copy of the state.
-        """
+        """Returns which results have a row for each example; refuses a step that sees padding, as ``run``."""
         with step_lock:
             entry = self.entry(request)
             flat = copied(entry.flat_inputs(request.roots, request.arguments))
@@ -250,7 +203,6 @@ class RemoteValue:
     """
 
     def __init__(self, wait: Callable[[], Any]) -> None:
-        """Takes what waits for the array, and returns it or raises the worker's error."""
         self._wait = wait
 
     def get(self) -> Any:
@@ -263,46 +215,55 @@ class RemoteValue:
         Where several workers make an update and differ in the value, it is a tuple of arrays.
         """
         value = self._wait()
-        several = isinstance(value, PerReplica)
-        return tuple(map(_fetched, value.values)) if several else _fetched(value)
+        if isinstance(value, PerReplica):
+            return tuple(map(_as_numpy, value.values))
+        return _as_numpy(value)
 
 
-def _fetched(value: Any) -> Any:
-    """Returns an array of NumPy, which has no random keys: those stay as they are."""
+def _as_numpy(value: Any) -> Any:
+    # NumPy has no random keys.
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     return value if is_key else np.asarray(value)
 
 
 class _Closure:
-    """A scheduled function as a step: its own arguments, and what the worker adds to them."""
+    """A scheduled function as a step, whose last arguments are those of a worker."""
 
     def __init__(
-        self, fn: Callable[..., Any], kinds: Sequence[str], tree: Any, inputs: Any, taken: list[int]
+        self,
+        fn: Callable[..., Any],
+        kinds: Sequence[Any],
+        tree: Any,
+        inputs: Any,
+        counts: list[int],
     ) -> None:
-        """Traces a function that takes so many elements of its iterators; ``taken`` is corrected."""
+        """Takes the structure of a worker's arguments; calls set ``counts`` to the elements taken."""
         self.__wrapped__, self.__qualname__ = fn, step_name(fn)
-        self._kinds, self._tree, self._inputs, self._taken = kinds, tree, inputs, taken
+        self._kinds, self._tree, self._inputs, self._counts = kinds, tree, inputs, counts
         self.__captures_key__ = _Closure, tree, inputs, *kinds
 
     def __call__(self, *flat: Any) -> Any:
-        """Runs the function where ``strategy.run`` is a part of it."""
-        number = self._kinds.count("plain")
-        *of_workers, worker = flat[number:]
-        mine, theirs = iter(flat[:number]), jax.tree.unflatten(self._inputs, of_workers)
+        """Calls the function so that ``strategy.run`` in it is a part of it."""
+        number = self._kinds.count(None)
+        *of_worker, worker = flat[number:]
+        plain, others = iter(flat[:number]), jax.tree.unflatten(self._inputs, of_worker)
         leaves = [
-            next(mine) if kind == "plain" else TracedIterator(x) if kind == "iterator" else x
-            for kind, x in zip(self._kinds, theirs, strict=True)
+            next(plain) if kind is None else TracedIterator(x) if kind is PerWorkerIterator else x
+            for kind, x in zip(self._kinds, others, strict=True)
         ]
         args, kwargs = jax.tree.unflatten(self._tree, leaves)
+        before = list(self._counts)
         try:
             with on_worker(worker, in_closure=True):
                 result = self.__wrapped__(*args, **kwargs)
         finally:
-            before = list(self._taken)
-            self._taken[:] = [x.taken if isinstance(x, TracedIterator) else 0 for x in leaves]
-        if self._taken != before:
+            self._counts[:] = [x.taken if isinstance(x, TracedIterator) else 0 for x in leaves]
+        if self._counts != before:
             raise MoreElementsError  # it would take elements that it does not use
         return result
+
+
+_OF_WORKERS = (PerWorkerValue, PerWorkerIterator)
 
 
 @functools.cache
@@ -310,28 +271,17 @@ def _first_worker() -> jax.Array:
     return jnp.zeros((), jnp.int32)
 
 
-def _kind(value: Any) -> str:
-    if not is_of_workers(value):
-        return "plain"
-    return "iterator" if isinstance(value, PerWorkerIterator) else "value"
-
-
 def _is_leaf(value: Any) -> bool:
-    """Returns whether an argument is taken as it is, although it may be a pytree."""
-    return is_of_workers(value) or is_one_leaf(value)
+    return isinstance(value, _OF_WORKERS) or is_one_leaf(value)
 
 
 def _of_worker(
-    given: Sequence[Any], taken: Sequence[int], workers: int, worker: int, *, peek: bool = False
+    arguments: Sequence[Any], counts: Sequence[int], workers: int, worker: int | None
 ) -> list[Any]:
-    """Returns what takes the place of each argument on a worker; None where that is the argument itself."""
-    found: list[Any] = [None] * len(given)
-    for i, (value, count) in enumerate(zip(given, taken, strict=True)):
-        if isinstance(value, PerWorkerIterator):
-            found[i] = value.first(count) if peek else value.take(worker, count)
-        elif isinstance(value, PerWorkerValue):
-            found[i] = value.of(worker, workers)
-    return found
+    return [
+        x.of_worker(worker, workers, count) if isinstance(x, _OF_WORKERS) else None
+        for x, count in zip(arguments, counts, strict=True)
+    ]
 
 
 def _type(value: Any) -> tuple[Any, ...]:
@@ -349,14 +299,6 @@ def _check_arrays(leaves: Sequence[Any]) -> None:
                 f"A worker's value or element of its dataset has {leaf_text(leaf)} in it. Devices hold bools "
                 "and numbers: encode other values as integers."
             )
-
-
-def _check_fetched(given: Sequence[Any]) -> None:
-    if any(isinstance(x, RemoteValue) for x in given):
-        raise ArgumentError(
-            "coordinator.schedule got a RemoteValue among its arguments: fetch it first, with "
-            "coordinator.fetch(value)."
-        )
 
 
 _TOO_MANY = "A scheduled function takes more than {most} elements of its per-worker iterators."

@@ -1,10 +1,11 @@
-"""The state of all models that steps have reached: which server has which array, and what the user writes."""
+"""The state of all models that steps have reached: what each server stores, and what the user writes."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,8 @@ from distribute_jax.program._binding import Binding
 from distribute_jax.program._divide import Homes
 from distribute_jax.program._halves_cache import BoundHalves, places
 from distribute_jax.program._rows import Rows, joined
-from distribute_jax.servers._store import Key, ServerProgram, Snapshot, Store
+from distribute_jax.servers._log import Log
+from distribute_jax.servers._store import Key
 from distribute_jax.servers._worker import WorkerProgram
 
 
@@ -35,252 +37,208 @@ class Program:
 
     @functools.cached_property
     def writes(self) -> bool:
-        """Whether it changes state."""
         return any(half.writes for half in self.bound.halves.servers)
 
     @functools.cached_property
     def worker(self) -> WorkerProgram:
-        """The worker's half."""
         halves = self.bound.halves
         takes = [half.takes for half in halves.servers] if self.writes else []
         return WorkerProgram(self.name, halves.worker, takes, halves.results_at, halves.lookups)
 
 
 class State:
-    """The arrays of all models that the steps of a strategy have reached, and where they are.
-
-    The variables of the models are as of the last ``join``. What the user writes into them goes to the
-    servers with the next closure.
-    """
+    """Which servers store which arrays, and what the variables of the models held at the last ``join``."""
 
     def __init__(
-        self,
-        stores: Sequence[Any],
-        device: jax.Device,
-        answers: Callable[[Sequence[Any]], Sequence[Any]],
-        *,
-        may_go_back: bool = False,
+        self, stores: Sequence[Any], device: jax.Device, log: Log, wait_for: Any, can_be_lost: bool
     ) -> None:
-        """Starts with none; ``answers`` waits for what was asked of servers that are other processes."""
-        self._stores, self._device, self._answers = stores, device, answers
+        """``wait_for`` waits for answers of servers in other processes, which ``can_be_lost``."""
+        self._stores, self._device, self._log, self._wait_for = stores, device, log, wait_for
         self._keys: dict[tuple[int, int], Key] = {}
+        """By the id of a variable and the number of its leaf."""
         self._numbers = itertools.count()
         self._variables: dict[int, nnx.Variable[Any]] = {}
-        """All variables by their ids; kept until what the servers have is written back."""
+        """By id; kept until what the servers have is written back."""
         self._homes: dict[Key, Mapping[int, Rows | None]] = {}
         """The servers that store an array, and which rows of it; None for all."""
         self._used: set[Key] = set()
         """The arrays that updates read or write; all steps must agree on their servers."""
         self._changing: set[Key] = set()
         """The arrays that updates write."""
-        self._seen: dict[Key, Any] = {}
+        self.seen: dict[Key, Any] = {}
         """What the variables held when they and the servers were last equal."""
         self._programs: dict[int, Program] = {}
-        self._reads: dict[Program, tuple[Any, Any, list[list[Key]]]] = {}
-        """What each program reads, where and of which servers; until arrays move."""
-        self.saved = Snapshot(0, {}) if may_go_back else None
-        """What the servers had at the version that they go back to; None where they never do."""
-        self.written_to: Callable[[int, dict[Key, Any]], None] | None = None
-        """Told of the version, and of the arrays that are set on the servers then."""
+        self._reads: dict[Program, tuple[list[list[Any]], ...]] = {}
+        """What each program reads of which server; until arrays move."""
+        self.saved_version = 0 if can_be_lost else None
+        """The version of the snapshot that the servers go back to; None if they never do."""
+        self._saved: dict[Key, Any] = {}
+        self.recorder: Any = None
+        """Observes updates and writes, for ``dj.testing.record``."""
 
     def program(self, bound: BoundHalves) -> Program:
-        """Returns the halves of a step, loaded into the servers."""
-        if (program := self._programs.get(id(bound))) is None:
-            program = self._programs[id(bound)] = self._load(bound)
-        return program
+        if id(bound) not in self._programs:
+            self._programs[id(bound)] = self._load(bound)
+        return self._programs[id(bound)]
 
     def known(self, binding: Binding) -> Homes:
-        """Returns the servers of the leaves that updates use."""
         keys = [self._keys.get((id(variable), leaf)) for variable, leaf in places(binding)]
         return {k: self._homes[key] for k, key in enumerate(keys) if key in self._used}
 
     @interrupts_held_back()
     def _load(self, bound: BoundHalves) -> Program:
-        halves = bound.halves
+        homes = bound.halves.homes
         at = [(id(variable), leaf) for variable, leaf in places(bound.binding)]
-        new = {place: next(self._numbers) for place in at if place not in self._keys}
-        keys = tuple(new[place] if place in new else self._keys[place] for place in at)
+        numbered = {place: next(self._numbers) for place in at if place not in self._keys}
+        numbered = self._keys | numbered
+        keys = tuple(numbered[place] for place in at)
         self._settle(bound, keys)
-        self._keys.update(new)
+        self._keys = numbered
         self._variables.update({id(variable): variable for variable, _ in places(bound.binding)})
         program = Program(f"{bound.step} {next(self._numbers)}", bound, keys)
         self.load(program)
         for k, key in enumerate(keys):
-            alone: Mapping[int, Rows | None] = {k % len(self._stores): None}
-            self._homes.setdefault(key, halves.homes[k] if any(halves.homes[k].values()) else alone)
+            in_turn: Mapping[int, Rows | None] = {k % len(self._stores): None}
+            self._homes.setdefault(key, homes[k] if any(homes[k].values()) else in_turn)
         return program
 
     def load(self, program: Program) -> None:
-        """Loads the halves of the servers."""
         for store, half in zip(self._stores, program.bound.halves.servers, strict=True):
-            reads, writes = (
-                tuple(program.keys[k] for k in leaves) for leaves in (half.reads, half.writes)
-            )
-            store.load(program.name, ServerProgram(reads, writes, half.apply))
+            reads, writes = ([program.keys[k] for k in at] for at in (half.reads, half.writes))
+            store.load(program.name, reads, writes, half.apply)
 
-    @property
-    def servers(self) -> int:
-        """How many there are."""
-        return len(self._stores)
-
-    def on(self, stores: Sequence[Store]) -> State:
-        """Returns the same arrays on other servers, which have none of them yet."""
-        state = copy.copy(self)
-        state._stores, state._seen, state.saved, state.written_to = stores, {}, None, None
-        return state
+    def on(self, make: Callable[[], Any]) -> tuple[State, list[Any]]:
+        """Returns a copy on new servers that have no arrays yet, and these servers."""
+        state, stores = copy.copy(self), [make() for _ in self._stores]
+        state._stores, state.seen, state.saved_version, state.recorder = stores, {}, None, None
+        return state, stores
 
     def changing(self) -> dict[Key, Any]:
-        """Returns the arrays that updates change."""
         return self.pull(self._changing)
 
     def name(self, key: Key) -> str:
-        """Returns what a step calls an array."""
-        programs = [of for of in self._programs.values() if key in of.keys]
+        programs = [program for program in self._programs.values() if key in program.keys]
         return programs[0].bound.halves.names[programs[0].keys.index(key)] if programs else ""
 
-    @property
-    def seen(self) -> dict[Key, Any]:
-        """What the variables held when they and the servers were last equal."""
-        return dict(self._seen)
-
     def _settle(self, bound: BoundHalves, keys: Sequence[Key]) -> None:
-        """Moves what only workers used, or refuses what earlier steps would change on too few servers."""
+        """Moves what only workers used; refuses a step that needs what others change on more servers."""
         halves, homes = bound.halves, {}
-        writes = {keys[k] for half in halves.servers for k in half.writes}
-        changing, lines = self._changing | writes, []
+        changing = self._changing | {keys[k] for half in halves.servers for k in half.writes}
+        conflicts = []
         for k in sorted({k for half in halves.servers for k in (*half.reads, *half.writes)}):
             key = keys[k]
             homes[key] = halves.homes[k]
             if key in changing & self._used and self._homes[key] != homes[key]:
-                lines.append(halves.names[k])
-        if lines:
-            raise UnsupportedError(_OTHER_SERVERS.format(step=bound.step, lines=listed(lines)))
+                conflicts.append(halves.names[k])
+        if conflicts:
+            raise UnsupportedError(_OTHER_SERVERS.format(step=bound.step, lines=listed(conflicts)))
         self._changing = changing
         self._used |= homes.keys()
         self._reads.clear()
-        for key, there in homes.items():
-            if (old := self._homes.get(key, there)) != there and key in self._seen:
+        for key, new in homes.items():
+            if (old := self._homes.get(key, new)) != new and key in self.seen:
                 value = self.pull([key])[key]
-                for home in old.keys() - there:
+                for home in old.keys() - new:
                     self._stores[home].forget([key])
-                self._assign(key, value, there)
-            self._homes[key] = there
+                self._assign(key, value, new)
+            self._homes[key] = new
 
-    def written(self, program: Program) -> dict[Key, Any]:
-        """Returns what the variables of a step hold that the servers do not have."""
-        return {
-            key: leaf
-            for key, leaf in zip(program.keys, program.bound.leaves, strict=True)
-            if self._seen.get(key) is not leaf
-        }
+    def written(self, leaves: Iterable[tuple[Key, Any]]) -> dict[Key, Any]:
+        """Returns those leaves of variables that the servers do not have."""
+        return {key: leaf for key, leaf in leaves if self.seen.get(key) is not leaf}
 
     def knows(self, values: dict[Key, Any]) -> bool:
-        """Returns whether some of these arrays are on the servers already."""
-        return not self._seen.keys().isdisjoint(values)
+        """Returns True if some of these arrays are on the servers already."""
+        return not self.seen.keys().isdisjoint(values)
 
     @interrupts_held_back()
-    def send(self, values: dict[Key, Any], version: int) -> None:
-        """Sets arrays on the servers, while no update is under way if these have them already."""
+    def send(self, values: dict[Key, Any]) -> None:
+        """Sets arrays on the servers; if these have some already, while no update is under way."""
         if self.knows(values):  # runs before must not be repeated with what comes after them
-            self.save(version)
-        if self.saved is not None:
-            self.saved = Snapshot(self.saved.version, {**self.saved.state, **values})
-        if self.written_to is not None:
-            self.written_to(version, values)
+            self.save()
+        if self.saved_version is not None:
+            self._save(values, self.saved_version)
+        if self.recorder is not None:
+            self.recorder.note_write(self._log.version, values)
         for key, value in values.items():
             self._assign(key, jax.device_put(value, self._device), self._homes[key])
-            self._seen[key] = value
+            self.seen[key] = value
 
     def _assign(self, key: Key, value: Any, homes: Mapping[int, Rows | None]) -> None:
         for home, rows in homes.items():
-            self._stores[home].assign({key: rows.of(value) if rows else value})
+            self._stores[home].assign([key], [rows.of(value) if rows else value])
 
     def _sources(self, key: Key) -> list[int]:
         """Returns the servers that an array is read from."""
         homes = self._homes[key]
         return [home for home, rows in homes.items() if rows] or [next(iter(homes))]
 
-    def prepare(
-        self, program: Program, run: int
-    ) -> tuple[list[list[int]], list[list[Rows | None]]]:
-        """Lets the servers set aside what a run reads; returns which arrays each has, and rows of them."""
+    def prepare(self, program: Program, run: int) -> tuple[list[list[Any]], list[list[Any]]]:
+        """Lets servers set aside what a run reads; returns ``places`` and ``rows`` of its ``Order``."""
         if program not in self._reads:
-            places: list[list[int]] = [[] for _ in self._stores]
-            rows: list[list[Rows | None]] = [[] for _ in self._stores]
-            keys: list[list[Key]] = [[] for _ in self._stores]
+            empty = ([[] for _ in self._stores] for _ in range(3))
+            places, rows, keys = self._reads[program] = tuple(empty)
             for i, k in enumerate(program.bound.halves.pulls):
                 for home in self._sources(program.keys[k]):
                     places[home].append(i)
                     keys[home].append(program.keys[k])
                     rows[home].append(self._homes[program.keys[k]][home])
-            self._reads[program] = places, rows, keys
         places, rows, keys = self._reads[program]
-        for store, of_store in zip(self._stores, keys, strict=True):
-            if of_store:
-                store.prepare(run, of_store)
+        for store, read in zip(self._stores, keys, strict=True):
+            if read:
+                store.prepare(run, read)
         return places, rows
 
-    def save(self, version: int) -> None:
-        """Keeps what the servers have now, to go back to."""
-        if self.saved is not None:
-            self.saved = Snapshot(version, {**self.saved.state, **self.changing()})
+    def save(self) -> None:
+        """Takes a snapshot of the servers, if they can be lost."""
+        if self.saved_version is not None:
+            version = self._log.version
+            self._save(self.changing(), version)
+
+    def _save(self, values: Mapping[Key, Any], version: int) -> None:
+        if self.saved_version is not None:
+            self.saved_version = version
+            self._saved.update(values)
+            self._log.forget(version)
 
     def restore(self, epoch: int) -> None:
-        """Lets the servers go back to what was kept."""
-        version, state = self.saved or Snapshot(0, {})
-        theirs: list[dict[Key, Any]] = [{} for _ in self._stores]
-        for key in state.keys() & self._homes.keys():
-            for home, rows in self._homes[key].items():
-                theirs[home][key] = rows.of(state[key]) if rows else state[key]
-        for store, values in zip(self._stores, theirs, strict=True):
-            store.restore(epoch, Snapshot(version, values))
+        for home, store in enumerate(self._stores):
+            keys = [key for key in self._saved if home in self._homes.get(key, ())]
+            rows = [self._homes[key][home] for key in keys]
+            saved = [self._saved[key] for key in keys]
+            arrays = [of.of(x) if of else x for of, x in zip(rows, saved, strict=True)]
+            store.restore(epoch, self.saved_version or 0, keys, arrays=arrays)
 
     @interrupts_held_back()
-    def write_back(
-        self,
-        version: int,
-        only: Iterable[nnx.Variable[Any]] | None = None,
-        *,
-        at_rest: bool = True,
-    ) -> None:
-        """Lets variables, for None all, hold what the servers have.
-
-        What was written since is sent at rest. While closures are under way it waits for the next one.
-        """
-        known = self._variables
+    def write_back(self, only: Iterable[nnx.Variable[Any]] | None = None) -> None:
+        """Updates variables, by default all; what the user wrote is sent if no closure is under way."""
+        known, version, at_rest = self._variables, self._log.version, not self._log.open
         chosen = known if only is None else {id(v): v for v in only if id(v) in known}
-        held = {i: jax.tree.flatten(read_raw([v])[0]) for i, v in chosen.items()}
-        places = {
-            self._keys[i, at]: leaf
-            for i, (leaves, _) in held.items()
-            for at, leaf in enumerate(leaves)
-        }
-        written = {key: leaf for key, leaf in places.items() if self._seen.get(key) is not leaf}
+        raws = {i: jax.tree.flatten(read_raw([v])[0]) for i, v in chosen.items()}
+        held = {self._keys[i, n]: x for i, (raw, _) in raws.items() for n, x in enumerate(raw)}
+        written = self.written(held.items())
         if at_rest:
-            self.send(written, version)
+            self.send(written)
             written = {}
-        new = self.pull(self._changing & (places.keys() - written.keys()))
-        for i, (leaves, tree) in held.items():
-            values = [new.get(self._keys[i, at], leaf) for at, leaf in enumerate(leaves)]
-            if any(value is not leaf for value, leaf in zip(values, leaves, strict=True)):
+        new = self.pull(self._changing & (held.keys() - written.keys()))
+        for i, (raw, tree) in raws.items():
+            values = [new.get(self._keys[i, n], x) for n, x in enumerate(raw)]
+            if any(map(operator.is_not, values, raw)):
                 write_raw([known[i]], [jax.tree.unflatten(tree, values)])
-        self._seen.update(new)
-        if self.saved is not None and only is None and not written:
-            self.saved = Snapshot(version, {**self.saved.state, **new})
+        self.seen.update(new)
+        if only is None and not written:
+            self._save(new, version)
         if at_rest and only is None:  # else closures may run again
             self._forget_dead()
 
     def pull(self, keys: Collection[Key]) -> dict[Key, Any]:
-        """Returns arrays as the servers have them now."""
-        values: dict[Key, list[Any]] = {key: [] for key in keys}
-        theirs = [
-            [key for key in keys if n in self._sources(key)] for n in range(len(self._stores))
-        ]
-        asked = [store.pull(of) for store, of in zip(self._stores, theirs, strict=True)]
-        for of, got in zip(theirs, self._answers(asked), strict=True):
-            for key, value in zip(of, got, strict=True):
-                values[key].append(value)
-        return {key: joined(parts) for key, parts in values.items()}
+        parts: dict[Key, list[Any]] = {key: [] for key in keys}
+        asked = [[key for key in keys if n in self._sources(key)] for n in range(len(self._stores))]
+        answers = [store.pull(of) for store, of in zip(self._stores, asked, strict=True)]
+        for of_store, values in zip(asked, self._wait_for(answers), strict=True):
+            for key, value in zip(of_store, values, strict=True):
+                parts[key].append(value)
+        return {key: joined(values) for key, values in parts.items()}
 
     def _forget_dead(self) -> None:
         """Drops the steps of deleted models, and the state that only they have reached."""
@@ -291,15 +249,15 @@ class State:
         self._reads.clear()
         live = {key for program in self._programs.values() for key in program.keys}
         self._keys = {place: key for place, key in self._keys.items() if key in live}
-        of_live = {number for number, _ in self._keys}
-        self._variables = {i: v for i, v in self._variables.items() if i in of_live}
+        ids = {number for number, _ in self._keys}
+        self._variables = {i: v for i, v in self._variables.items() if i in ids}
         self._changing &= live
         self._used &= live
         for store in self._stores:
-            store.forget(self._homes.keys() - live, names)
-        for known in (self._homes, self._seen):
-            for key in known.keys() - live:
-                del known[key]
+            store.forget([*self._homes.keys() - live], names)
+        for by_key in (self._homes, self.seen):
+            for key in by_key.keys() - live:
+                del by_key[key]
 
 
 _OTHER_SERVERS = """\

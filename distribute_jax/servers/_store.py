@@ -1,16 +1,15 @@
-"""One server: it has a part of the state, and applies updates in the order of the log.
+"""One server: it stores a part of the state, and applies updates in the order of the log.
 
-A run is staged before it gets its number, and its number may arrive before those of earlier updates: it is
-applied when all earlier ones are. Requests may be sent twice: the second changes nothing. What a worker reads
-is set aside between two updates, so that it has the values of one version on all servers.
+What a run computed is staged before its update has a number, and a number may arrive before those of earlier
+updates: an update is applied once all earlier ones are. A request that arrives twice changes nothing the
+second time. What a worker reads is set aside between two updates, so that all servers return one version.
 """
 
 from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,85 +22,64 @@ Key = int
 """The number of one array of state."""
 
 
-@dataclass(frozen=True)
-class ServerProgram:
-    """What a server does with what workers computed."""
-
-    reads: tuple[Key, ...]
-    writes: tuple[Key, ...]
+class _Program(NamedTuple):
+    reads: Sequence[Key]
+    writes: Sequence[Key]
     apply: Any
-    """Returns the new values, from the values that it reads and the sums of what the workers sent."""
-
-
-class Snapshot(NamedTuple):
-    """The state after so many updates."""
-
-    version: int
-    state: Mapping[Key, Any]
-
-
-class _Run(NamedTuple):
-    program: str
-    sent: Sequence[Any]
+    """Returns the values to write, from those that it reads and the sums of what the workers sent."""
 
 
 class Store:
     """The arrays of one server, and the updates that wait for their turn."""
 
     def __init__(self) -> None:
-        """Starts with no state."""
         self.version = self.epoch = 0
         self.state: dict[Key, Any] = {}
-        self._programs: dict[str, ServerProgram] = {}
-        self._staged: dict[int, _Run] = {}
+        self._programs: dict[str, _Program] = {}
+        self._staged: dict[int, tuple[str, Sequence[Any]]] = {}
+        """By run, its program and what the worker sent."""
         self._waiting: dict[int, tuple[Sequence[int], int]] = {}
-        """By its number, the runs of an update, and the oldest run that was under way then."""
+        """By the number of an update, its runs, and the oldest run that was under way then."""
         self._oldest = 0
         self._prepared: dict[int, tuple[list[Key], list[Any]]] = {}
-        self._own: set[Key] = set()
-        """The arrays that nobody else has, so that some of their rows can be changed in place."""
+        self._unshared: set[Key] = set()
+        """The arrays that nobody else refers to, whose rows can be updated in place."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
 
     def request(self, message: Message) -> Callable[[], Message]:
-        """Returns what answers a worker of this process; as of ``Connection``."""
+        """Answers a worker of this process, like ``Connection.request``."""
         return partial(self.answer, message)
 
     def answer(self, message: Message) -> Message:
-        """Does what a worker asks for: to fetch, or to stage."""
-        epoch, run, what = message.plain
+        epoch, run, argument = message.plain
         if message.name == "stage":
-            self.stage(epoch, run, what, message.arrays)
+            self.stage(epoch, run, argument, message.arrays)
             return Message("staged")
-        values = self.fetch(epoch, run, what, message.arrays)
+        values = self.fetch(epoch, run, argument, message.arrays)
         return Message("void") if values is None else Message("values", arrays=values)
 
-    def load(self, name: str, program: ServerProgram) -> None:
-        """Keeps a program, to be named by updates."""
-        self._programs[name] = program
+    def load(self, name: str, reads: Sequence[Key], writes: Sequence[Key], apply: Any) -> None:
+        self._programs[name] = _Program(reads, writes, apply)
 
     def stage(self, epoch: int, run: int, program: str, sent: Sequence[Any]) -> None:
-        """Keeps what a worker computed until its number is known."""
+        """Keeps what a worker computed until its update has a number."""
         with self._lock:
-            while epoch > self.epoch:  # the coordinator has told it to go back, but it did not yet
+            while epoch > self.epoch:  # the coordinator's request to go back is still on its way
                 self._changed.wait()
             if epoch == self.epoch and run >= self._oldest:
-                self._staged[run] = _Run(program, sent)
+                self._staged[run] = program, sent
 
-    def prepare(self, run: int, keys: Iterable[Key]) -> None:
-        """Sets aside the arrays that a run reads, as they are between the updates before and after."""
+    def prepare(self, run: int, keys: Sequence[Key]) -> None:
+        """Sets aside the arrays that a run reads, as they are between two updates."""
         with self._lock:
-            keys = list(keys)
-            self._prepared[run] = keys, [self.state[key] for key in keys]
+            self._prepared[run] = [*keys], [self.state[key] for key in keys]
             self._changed.notify_all()
 
     def fetch(
         self, epoch: int, run: int, at: Sequence[int] = (), rows: Sequence[Any] = ()
     ) -> list[Any] | None:
-        """Returns what was set aside for a run, when it is; None if the servers have gone back meanwhile.
-
-        Of the arrays ``at`` some places it returns ``rows``, by their numbers.
-        """
+        """Waits for what a run reads, of the arrays ``at`` positions only ``rows``; None if it is void."""
         with self._lock:
             while epoch > self.epoch or (epoch == self.epoch and run not in self._prepared):
                 self._changed.wait()
@@ -110,15 +88,11 @@ class Store:
             keys, values = self._prepared.pop(run)
             for i, ids in zip(at, rows, strict=True):
                 values[i] = _rows_of(values[i], ids)
-            self._own -= {key for i, key in enumerate(keys) if i not in at}
+            self._unshared -= {key for i, key in enumerate(keys) if i not in at}
             return values
 
     def commit(self, epoch: int, number: int, runs: Sequence[int], oldest: int) -> None:
-        """Applies an update when all earlier ones are applied.
-
-        It is the sum of runs, in the order of their shares. Those before the oldest, the first that was under
-        way when the update got its number, were given up if they were staged for no update.
-        """
+        """Applies the sum of some runs after all earlier updates; drops other runs before ``oldest``."""
         with self._lock:
             if epoch == self.epoch and number >= self.version:
                 self._waiting[number] = runs, oldest
@@ -128,48 +102,43 @@ class Store:
                 self.version += 1
 
     def _apply(self, runs: Sequence[int], oldest: int) -> None:
-        first, *others = [self._staged.pop(run) for run in runs]
-        program, sent = self._programs[first.program], first.sent
-        for other in others:
-            sent = list(map(operator.add, sent, other.sent))
+        (name, sent), *others = [self._staged.pop(run) for run in runs]
+        program = self._programs[name]
+        for _, other in others:
+            sent = list(map(operator.add, sent, other))
         apply: Any = program.apply
         touched = {program.reads[i] for i in getattr(apply, "touched", ())}
-        if touched and touched <= self._own:
-            held = {id(x) for _, values in self._prepared.values() for x in values}
-            if held.isdisjoint(id(self.state[k]) for k in touched):
+        if touched and touched <= self._unshared:
+            prepared = {id(x) for _, values in self._prepared.values() for x in values}
+            if prepared.isdisjoint(id(self.state[k]) for k in touched):
                 apply = apply.in_place
         new = apply([self.state[key] for key in program.reads], sent)
-        self._own = self._own.difference(program.writes) | touched
+        self._unshared = self._unshared.difference(program.writes) | touched
         self.state.update(zip(program.writes, new, strict=True))
         self._oldest = max(self._oldest, oldest)
-        self._staged = {run: of for run, of in self._staged.items() if run >= self._oldest}
+        self._staged = {run: x for run, x in self._staged.items() if run >= self._oldest}
+        self._prepared = {run: x for run, x in self._prepared.items() if run >= self._oldest}
 
-    def assign(self, values: Mapping[Key, Any]) -> None:
-        """Sets arrays; for those that are there already, while no update is under way."""
-        self.state.update(values)
-        self._own.difference_update(values)
+    def assign(self, keys: Sequence[Key], arrays: Sequence[Any]) -> None:
+        """Sets arrays; existing ones only while no update is under way."""
+        self.state.update(zip(keys, arrays, strict=True))
+        self._unshared.difference_update(keys)
 
     def pull(self, keys: Collection[Key]) -> list[Any]:
-        """Returns arrays as they are now."""
-        self._own.difference_update(keys)
+        self._unshared.difference_update(keys)
         return [self.state[key] for key in keys]
 
-    def restore(self, epoch: int, snapshot: Snapshot) -> None:
-        """Goes back to a snapshot; what was staged since is void."""
+    def restore(
+        self, epoch: int, version: int, keys: Sequence[Key] = (), arrays: Sequence[Any] = ()
+    ) -> None:
+        """Goes back to the state of a version; what was staged since is void."""
         with self._lock:
-            self.version, self.state = snapshot.version, dict(snapshot.state)
-            self.epoch, self._oldest = epoch, 0
-            self._staged, self._waiting, self._prepared, self._own = {}, {}, {}, set()
+            self.epoch, self.version, self._oldest = epoch, version, 0
+            self.state = dict(zip(keys, arrays, strict=True))
+            self._staged, self._waiting, self._prepared, self._unshared = {}, {}, {}, set()
             self._changed.notify_all()
 
-    def drop(self, run: int) -> None:
-        """Drops what is kept for a run that was given up."""
-        with self._lock:
-            self._prepared.pop(run, None)
-            self._staged.pop(run, None)
-
     def forget(self, keys: Iterable[Key], programs: Iterable[str] = ()) -> None:
-        """Drops arrays that no step reads any more, and programs."""
         for key in keys:
             self.state.pop(key, None)
         for name in programs:
@@ -177,10 +146,10 @@ class Store:
 
 
 def _rows_of(array: Any, ids: Any) -> Any:
-    """Returns rows of an array; programs for few numbers of them are compiled."""
-    some = np.zeros(1 << max(6, (len(ids) - 1).bit_length()), np.int32)
-    some[: len(ids)] = ids
-    return np.asarray(_take(array, some))[: len(ids)]
+    # Padded to a power of two, so that few programs are compiled.
+    padded = np.zeros(1 << max(6, (len(ids) - 1).bit_length()), np.int32)
+    padded[: len(ids)] = ids
+    return np.asarray(_take(array, padded))[: len(ids)]
 
 
 _take = jax.jit(lambda array, ids: array[ids])

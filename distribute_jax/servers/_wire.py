@@ -24,11 +24,11 @@ import numpy as np
 
 _START = struct.Struct(">4sI")
 _MAGIC = b"dj 1"
-_SMALL = 1 << 16
-_LONGEST_HEAD = 1 << 26
-_LARGEST_ARRAY = 1 << 40
+_SMALL_BYTES = 1 << 16
+_MAX_HEAD_BYTES = 1 << 26
+_MAX_ARRAY_BYTES = 1 << 40
 _ALIGNMENT = 64
-"""Of arrays that JAX uses where they are; it copies those of NumPy."""
+"""Of arrays that JAX uses where they are; it copies less aligned NumPy arrays."""
 
 
 class WireError(Exception):
@@ -37,7 +37,7 @@ class WireError(Exception):
 
 @dataclass(frozen=True)
 class Message:
-    """What is sent: a request with plain values, or an answer, and arrays."""
+    """A request with plain values, or an answer, and arrays."""
 
     name: str
     plain: Sequence[Any] = ()
@@ -56,11 +56,7 @@ class Message:
 
 
 def unpacked(data: bytes, ends: Sequence[Any] = ()) -> Message:
-    """Returns the message of bytes that came in one piece.
-
-    Raises:
-        WireError: they are not those of a message.
-    """
+    """Returns the message of bytes that came in one piece; raises WireError if they are not a message."""
     source = io.BytesIO(data)
 
     def fill(view: Any) -> None:
@@ -71,11 +67,11 @@ def unpacked(data: bytes, ends: Sequence[Any] = ()) -> Message:
 
 
 def _read(fill: Callable[[Any], None], ends: Sequence[Any]) -> Message:
-    """Reads a message with what fills a buffer."""
+    """Reads a message by a function that fills a buffer."""
     start = bytearray(_START.size)
     fill(memoryview(start))
     magic, size = _START.unpack(start)
-    if magic != _MAGIC or size > _LONGEST_HEAD:
+    if magic != _MAGIC or size > _MAX_HEAD_BYTES:
         raise WireError("these bytes are not a message")
     head = bytearray(size)
     fill(memoryview(head))
@@ -92,22 +88,18 @@ def _read(fill: Callable[[Any], None], ends: Sequence[Any]) -> Message:
 
 
 class Connection:
-    """One end of a pair of sockets."""
+    """One end of a pair of sockets; all methods raise WireError if the other end is gone."""
 
     def __init__(self, end: socket.socket) -> None:
-        """Takes an end of a pair."""
         self._socket, self._sends, self._receives = end, threading.Lock(), threading.Lock()
         self.error = ""
-        """Why the other end has ended, if it said so."""
+        """Why the other end has ended, if it has sent a reason."""
 
     def send(self, message: Message) -> None:
-        """Sends a message.
-
-        Raises:
-            WireError: the other end is gone.
-        """
         first, *parts = message.packed()
-        if sum(map(len, parts)) < _SMALL:  # in one piece, for which the receiver wakes up once
+        if (
+            sum(map(len, parts)) < _SMALL_BYTES
+        ):  # in one piece, for which the receiver wakes up once
             first, parts = b"".join([first, *parts]), []
         with self._sends, self._completing():
             sent = socket.send_fds(self._socket, [first], list(message.ends))
@@ -115,12 +107,7 @@ class Connection:
                 self._socket.sendall(part)
 
     def receive(self) -> Message:
-        """Waits for a message.
-
-        Raises:
-            WireError: the other end is gone or says why it ends, it sent something else, or it took longer
-                than the limit.
-        """
+        """Waits for a message; also raises WireError if it is not one, is late, or says why it ends."""
         ends: list[int] = []
         try:
             with self._receives, self._completing():
@@ -136,7 +123,7 @@ class Connection:
 
     @contextmanager
     def _completing(self) -> Iterator[None]:
-        """Ends the connection where a message is not complete: the next would be taken for its rest."""
+        """Ends the connection if a message is not complete: the next would be taken for its rest."""
         try:
             yield
         except BaseException as error:
@@ -149,38 +136,33 @@ class Connection:
     def _fill(self, ends: list[int], view: memoryview) -> None:
         while view:
             size, descriptors, _, _ = self._socket.recvmsg_into([view], socket.CMSG_LEN(4))
-            ends += [
-                end for _, _, data in descriptors for end in np.frombuffer(data, np.intc).tolist()
-            ]
+            for _, _, data in descriptors:
+                ends += np.frombuffer(data, np.intc).tolist()
             if not size:
                 raise WireError("the other process has closed the connection")
             view = view[size:]
 
     def request(self, message: Message) -> Callable[[], Message]:
-        """Sends a message, and returns what waits for the answer."""
         self.send(message)
         return self.receive
 
     def ask(self, message: Message) -> Message:
-        """Sends a message and waits for the answer."""
         with self._completing():
             return self.request(message)()
 
     def limit(self, seconds: float | None) -> None:
-        """Sets how long to wait for the other end at most."""
         self._socket.settimeout(seconds)
 
     def close(self) -> None:
-        """Closes this end; the other notices it."""
         self._socket.close()
 
 
 def _empty(dtype: str, shape: list[int]) -> np.ndarray[Any, Any]:
-    """Returns an array to fill; refuses what is no array of numbers, and what nobody can have sent."""
+    """Returns an array to fill; refuses other dtypes than numbers, and sizes that nobody can have sent."""
     kind = jnp.dtype(dtype)
     if kind.hasobject or not all(type(n) is int and n >= 0 for n in shape):
         raise TypeError
-    if (size := prod(shape) * kind.itemsize) > _LARGEST_ARRAY:
+    if (size := prod(shape) * kind.itemsize) > _MAX_ARRAY_BYTES:
         raise MemoryError
     space = np.empty(size + _ALIGNMENT, np.uint8)
     start = -space.ctypes.data % _ALIGNMENT
@@ -188,5 +170,4 @@ def _empty(dtype: str, shape: list[int]) -> np.ndarray[Any, Any]:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Returns two connected ends."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

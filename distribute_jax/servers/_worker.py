@@ -1,11 +1,11 @@
-"""What a worker does with a closure: it fetches the state, computes, and stages its parts on the servers."""
+"""A worker's run of a closure: it fetches the state, computes, and stages its parts of the update."""
 
 from __future__ import annotations
 
 import random
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,12 +14,11 @@ from distribute_jax.program._halves import LookupHalf
 from distribute_jax.program._rows import filled, joined
 from distribute_jax.servers._wire import Message, WireError
 
+Link = Callable[[Message], Callable[[], Message]]
+"""Sends a request to fetch or to stage to a server; returns what waits for the answer."""
 
-class Link(Protocol):
-    """A server, as a worker reaches it."""
-
-    def request(self, message: Message) -> Callable[[], Message]:
-        """Asks to fetch or to stage; returns what waits for the answer."""
+Devices = tuple[jax.Device, jax.Device]
+"""Where a worker computes, and where it puts what it sends."""
 
 
 class WorkerProgram(NamedTuple):
@@ -27,13 +26,12 @@ class WorkerProgram(NamedTuple):
 
     name: str
     compute: Callable[[list[Any], list[Any]], list[Any]]
-    """Returns what is handed over, of the state that it reads and of data."""
+    """Returns what is handed over, from the state that it reads and data."""
     takes: Sequence[Sequence[int]]
-    """For each server, what of that it is sent; empty where the step writes no state."""
+    """For each server, what of that it is sent; empty if the step writes no state."""
     results_at: Sequence[int]
     """What of that the step returns."""
     lookups: LookupHalf | None = None
-    """What of all this is by rows."""
 
 
 class Order(NamedTuple):
@@ -42,85 +40,66 @@ class Order(NamedTuple):
     epoch: int
     run: int
     places: Sequence[Sequence[int]]
-    """For each server, where what it has set aside is among what the program reads, or a part of it."""
+    """For each server, the positions of what it has set aside among what the program reads."""
     rows: Sequence[Sequence[Sequence[int] | None]]
-    """Of what it has a part, which rows these are."""
+    """Which rows of these arrays it stores; None for all."""
     faults: Sequence[float] = ()
-    """What goes wrong with messages to servers, on purpose: see ``_FaultyLink``."""
+    """For tests: lost, duplicated, delayed, seconds and seed, as of ``dj.testing.disturb_messages``."""
 
 
-class _FaultyLink:
-    """A link of which messages are lost, sent twice or late, as the dice of a run say."""
+def _faulty(link: Link, order: Order, server: int) -> Link:
+    """Returns a link whose messages are lost, sent twice or late, at random but reproducibly."""
+    lost, duplicated, delayed, seconds, seed = order.faults
+    draw = random.Random(f"{seed} {order.run} {server}").random
 
-    def __init__(self, link: Link, order: Order, server: int) -> None:
-        lost, duplicated, delayed, self._seconds, seed = order.faults
-        self._link, self._random = link, random.Random(f"{seed} {order.run} {server}")
-        self._lost, self._duplicated, self._delayed = lost, duplicated, delayed
-
-    def _meets(self, share: float) -> bool:
-        return self._random.random() < share
-
-    def _arrives(self) -> None:
-        if self._meets(self._delayed):
-            time.sleep(self._seconds)
-        if self._meets(self._lost):
+    def arrived(message: Message) -> Message:
+        if draw() < delayed:
+            time.sleep(seconds)
+        if draw() < lost:
             raise WireError("a message was lost")
+        return message
 
-    def request(self, message: Message) -> Callable[[], Message]:
-        self._arrives()
-        if message.name == "stage" and self._meets(self._duplicated):
-            self._link.request(message)()
-        wait = self._link.request(message)
+    def request(message: Message) -> Callable[[], Message]:
+        arrived(message)
+        if message.name == "stage" and draw() < duplicated:
+            link(message)()
+        wait = link(message)
+        return lambda: arrived(wait())
 
-        def answer() -> Message:
-            reply = wait()
-            self._arrives()
-            return reply
-
-        return answer
+    return request
 
 
 def run(
-    program: WorkerProgram,
-    order: Order,
-    data: list[Any],
-    links: Sequence[Link],
-    devices: tuple[jax.Device, jax.Device],
+    program: WorkerProgram, order: Order, data: list[Any], links: Sequence[Link], devices: Devices
 ) -> list[Any]:
-    """Does a run, and returns the results when all servers have what they need.
-
-    Raises WireError where a server cannot be reached, or the servers have gone back.
-    """
-    here, there = devices  # that of the worker, and where what it sends is put
+    """Returns the results of a run that is staged on all servers; raises WireError if one has gone back."""
+    local, home = devices
     if order.faults:
-        links = [_FaultyLink(link, order, server) for server, link in enumerate(links)]
+        links = [_faulty(link, order, server) for server, link in enumerate(links)]
     ids = [] if program.lookups is None else _looked_up(program.lookups, data)
     read, answers = [], []
     for at, rows, link in zip(order.places, order.rows, links, strict=True):
         if at:
-            asked, numbers = _asked(program.lookups, at, rows, ids)
+            by_rows, numbers = _requested_rows(program.lookups, at, rows, ids)
             read.append(at)
-            message = Message("fetch", [order.epoch, order.run, asked], numbers)
-            answers.append(link.request(message))
-    came = [answer() for answer in answers]
-    if any(message.name == "void" for message in came):
+            message = Message("fetch", [order.epoch, order.run, by_rows], numbers)
+            answers.append(link(message))
+    replies = [answer() for answer in answers]
+    if any(message.name == "void" for message in replies):
         raise WireError("the servers have gone back")
-    arrays = [list(message.arrays) for message in came]
-    pulled = arrays[0] if len(arrays) == 1 else _joined(read, arrays)
+    pulled = _joined(read, [message.arrays for message in replies])
     if program.lookups is not None:
-        most = [of.number for of in program.lookups.lookups]
+        most = [lookup.number for lookup in program.lookups.lookups]
         pulled = [
             x if j is None else _filled(x, most[j])
             for x, j in zip(pulled, program.lookups.pulls, strict=True)
         ]
         data = [*data, *(_filled(x + 1, n) for x, n in zip(ids, most, strict=True))]
-    handed = program.compute(_moved(pulled, there, here), _on(here, data))
-    handed = _moved(handed, here, there)
-    for array in handed:
-        array.block_until_ready()
+    handed = program.compute(_moved(pulled, home, local), _on(local, data))
+    handed = jax.block_until_ready(_moved(handed, local, home))
     plain = [order.epoch, order.run, program.name]
     staged = [
-        link.request(Message("stage", plain, _sent(program, server, handed, ids)))
+        link(Message("stage", plain, _sent(program, server, handed, ids)))
         for server, link in enumerate(links[: len(program.takes)])
     ]
     for answer in staged:
@@ -128,70 +107,67 @@ def run(
     return [handed[i] for i in program.results_at]
 
 
-def _joined(read: list[Sequence[int]], arrays: list[Any]) -> list[Any]:
-    """Returns arrays of the parts that the servers have."""
+def _joined(read: list[Sequence[int]], arrays: list[Sequence[Any]]) -> list[Any]:
+    """Returns what a program reads, from the arrays or rows that each server sent."""
     parts: dict[int, list[Any]] = {}
-    for at, of in zip(read, arrays, strict=True):
-        for i, value in zip(at, of, strict=True):
+    for at, values in zip(read, arrays, strict=True):
+        for i, value in zip(at, values, strict=True):
             parts.setdefault(i, []).append(value)
     return [joined(parts[i]) for i in range(len(parts))]
 
 
 def _moved(values: list[Any], old: jax.Device, new: jax.Device) -> list[Any]:
-    moved: list[Any] = values if old == new else jax.device_put(values, new)
-    return moved
+    return values if old == new else list(jax.device_put(values, new))
 
 
 def _on(device: jax.Device, values: Sequence[Any]) -> list[Any]:
-    """Returns arrays of a device; numbers of the host go where the arrays beside them are."""
+    """Moves arrays to a device; NumPy arrays go where the arrays beside them are."""
     return [
         jax.device_put(x, device) if hasattr(x, "devices") and x.devices() != {device} else x
         for x in values
     ]
 
 
+def _filled(array: Any, number: int) -> Any:
+    """Pads rows with zeros to their maximal number."""
+    return filled(array, jax.ShapeDtypeStruct((number, *array.shape[1:]), array.dtype))
+
+
 def _looked_up(half: LookupHalf, data: list[Any]) -> list[Any]:
-    """Returns, for each lookup, the numbers of its rows, sorted."""
+    """Returns the sorted row numbers of each lookup."""
     indices = [np.asarray(x)[..., 0].astype(np.int32).ravel() for x in half.compute([], data)]
-    some = [
-        [np.clip(indices[i], 0, of.rows - 1) if clip else indices[i] for i, clip in of.indices]
-        for of in half.lookups
-    ]
-    pairs = zip(half.lookups, some, strict=True)
-    return [_within(np.unique(np.concatenate(of_one)), (0, of.rows)) for of, of_one in pairs]
+    found = []
+    for lookup in half.lookups:
+        last = lookup.rows - 1
+        ids = [indices[i].clip(0, last) if clip else indices[i] for i, clip in lookup.indices]
+        found.append(_within(np.unique(np.concatenate(ids)), (0, lookup.rows)))
+    return found
 
 
 def _within(ids: Any, rows: Any) -> Any:
-    """Returns the numbers of rows that are among those from one to another, which have them as 0, 1, ...."""
+    """Returns the ids that are among some rows, counted from the first of these."""
     return ids if rows is None else ids[slice(*np.searchsorted(ids, rows))] - np.int32(rows[0])
 
 
-def _asked(
+def _requested_rows(
     half: LookupHalf | None, at: Sequence[int], rows: Sequence[Any], ids: Sequence[Any]
 ) -> tuple[list[int], list[Any]]:
-    """Returns of which of its arrays a server is asked for some rows, and for which."""
-    if half is None:
-        return [], []
-    by = [half.pulls[i] for i in at]
-    asked = [n for n, j in enumerate(by) if j is not None]
-    return asked, [_within(ids[j], rows[n]) for n, j in enumerate(by) if j is not None]
+    """Returns of which of a server's arrays only some rows are requested, and which rows."""
+    lookups = [None if half is None else half.pulls[i] for i in at]
+    by_rows = [n for n, j in enumerate(lookups) if j is not None]
+    return by_rows, [_within(ids[j], rows[n]) for n, j in enumerate(lookups) if j is not None]
 
 
 def _sent(
     program: WorkerProgram, server: int, handed: Sequence[Any], ids: Sequence[Any]
 ) -> list[Any]:
-    """Returns what is sent to a server, of what a worker hands over."""
+    """Returns what a server is sent of what the worker computed."""
     values, half = [handed[i] for i in program.takes[server]], program.lookups
     if half is None:
         return values
-    for k, of in enumerate(half.takes[server]):
-        if of is not None:
-            j, rows = of
-            some = slice(len(ids[j])) if rows is None else slice(*np.searchsorted(ids[j], rows))
-            values[k] = np.asarray(values[k])[some]
+    for k, lookup in enumerate(half.takes[server]):
+        if lookup is not None:
+            j, rows = lookup
+            at = slice(len(ids[j])) if rows is None else slice(*np.searchsorted(ids[j], rows))
+            values[k] = np.asarray(values[k])[at]
     return [*values, *(_within(ids[j], rows) + 1 for j, rows in half.ids[server])]
-
-
-def _filled(array: Any, number: int) -> Any:
-    """Returns an array with zeros in the place of rows that are not there."""
-    return filled(array, jax.ShapeDtypeStruct((number, *array.shape[1:]), array.dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -16,8 +16,6 @@ __all__ = [
     "MinSizePartitioner",
     "Partitioner",
 ]
-
-_STRINGS = "SUO"
 
 
 class Partitioner:
@@ -48,23 +46,7 @@ class Partitioner:
         )
 
 
-class _OnOneAxis(Partitioner):
-    """Divides along one dim."""
-
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
-        """Returns the number of parts along each dim."""
-        shape = [int(length) for length in shape]
-        if not shape:
-            return []
-        parts = [1] * len(shape)
-        parts[axis] = max(1, min(self._parts(shape, dtype, axis), shape[axis]))
-        return parts
-
-    def _parts(self, shape: list[int], dtype: Any, axis: int) -> int:
-        raise NotImplementedError(f"{type(self).__name__} has no _parts.")
-
-
-class FixedShardsPartitioner(_OnOneAxis):
+class FixedShardsPartitioner(Partitioner):
     """Divides each variable into so many parts, or into its rows where these are fewer.
 
     Args:
@@ -84,11 +66,12 @@ class FixedShardsPartitioner(_OnOneAxis):
     def __init__(self, num_shards: int) -> None:
         self._num_shards = check_int("FixedShardsPartitioner: num_shards", num_shards)
 
-    def _parts(self, shape: list[int], dtype: Any, axis: int) -> int:
-        return self._num_shards
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """Returns the number of parts along each dim."""
+        return _divided(shape, axis, lambda rows: self._num_shards)
 
 
-class MinSizePartitioner(_OnOneAxis):
+class MinSizePartitioner(Partitioner):
     """Divides a variable into as many parts as leave each of them at least so many bytes.
 
     TensorFlow rounds the number of parts up, so that they may be smaller.
@@ -118,12 +101,13 @@ class MinSizePartitioner(_OnOneAxis):
         self._most = check_int(f"{name}: max_shards", max_shards)
         self._string = check_int(f"{name}: bytes_per_string", bytes_per_string)
 
-    def _parts(self, shape: list[int], dtype: Any, axis: int) -> int:
-        row = max(1, prod(shape) // max(1, shape[axis]) * _bytes_of(dtype, self._string))
-        return min(shape[axis] // -(-self._least // row), self._most)
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """Returns the number of parts along each dim."""
+        row = _row_bytes(shape, dtype, axis, self._string)
+        return _divided(shape, axis, lambda rows: min(rows // -(-self._least // row), self._most))
 
 
-class MaxSizePartitioner(_OnOneAxis):
+class MaxSizePartitioner(Partitioner):
     """Divides a variable into as few parts as leave each of them at most so many bytes.
 
     Args:
@@ -151,12 +135,21 @@ class MaxSizePartitioner(_OnOneAxis):
         self._most = check_int(f"{name}: max_shards", most)
         self._string = check_int(f"{name}: bytes_per_string", bytes_per_string)
 
-    def _parts(self, shape: list[int], dtype: Any, axis: int) -> int:
-        row = prod(shape[:axis] + shape[axis + 1 :]) * _bytes_of(dtype, self._string)
-        parts = -(-shape[axis] // max(1, self._most_bytes // max(1, row)))
-        return min(parts, self._most)
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """Returns the number of parts along each dim."""
+        most_rows = max(1, self._most_bytes // _row_bytes(shape, dtype, axis, self._string))
+        return _divided(shape, axis, lambda rows: min(-(-rows // most_rows), self._most))
 
 
-def _bytes_of(dtype: Any, string: int) -> int:
-    known = jnp.dtype(dtype)
-    return string if known.kind in _STRINGS else known.itemsize
+def _row_bytes(shape: Sequence[int], dtype: Any, axis: int, bytes_per_string: int) -> int:
+    kind = jnp.dtype(dtype)
+    size = bytes_per_string if kind.kind in "SUO" else kind.itemsize
+    others = [int(n) for i, n in enumerate(shape) if i != axis % len(shape)]
+    return max(1, prod(others) * size)
+
+
+def _divided(shape: Sequence[int], axis: int, parts_of: Callable[[int], int]) -> list[int]:
+    parts = [1] * len(shape)
+    if parts:
+        parts[axis] = max(1, min(parts_of(int(shape[axis])), int(shape[axis])))
+    return parts

@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, final
 
 import jax
@@ -26,7 +25,6 @@ from distribute_jax.servers import (
     ServersRunner,
     Store,
     in_closure,
-    threads,
 )
 from distribute_jax.strategies._base import Strategy
 
@@ -158,23 +156,21 @@ class ParameterServerStrategy(Strategy):
             coordinator = Coordinator(
                 number, remote, staleness, devices[0], snapshot_every=options.snapshot_every
             )
-            self._engine: Callable[[], Engine] = partial(
-                Processes, coordinator, remote, options.step_seconds, cluster
-            )
+            self._engine: Engine = Processes(coordinator, options.step_seconds, cluster)
         else:
             stores = [Store() for _ in range(of_servers)]
             coordinator = Coordinator(number, stores, staleness, devices[0])
-            self._engine = partial(threads, coordinator, stores, jax.local_devices())
+            self._engine = Engine(coordinator, devices)
         self._coordinator = coordinator
+        weakref.finalize(self, self._engine.stop)  # also when the program ends
         self._runner: ServersRunner = ServersRunner(
-            self, self._replicas, coordinator, self._start, variable_partitioner, sparse
+            self,
+            self._replicas,
+            coordinator,
+            self._engine,
+            partitioner=variable_partitioner,
+            sparse=sparse,
         )
-
-    def _start(self) -> Engine:
-        """Starts the workers; they end with the strategy, or the program."""
-        engine = self._engine()
-        weakref.finalize(self, engine.stop)
-        return engine
 
     @property
     @final
@@ -186,7 +182,7 @@ class ParameterServerStrategy(Strategy):
     @final
     def servers(self) -> int:
         """The number of servers."""
-        return self._coordinator.servers
+        return len(self._coordinator.stores)
 
     @property
     def _max_pending(self) -> int:  # type: ignore[override]
@@ -213,9 +209,8 @@ class ParameterServerStrategy(Strategy):
         Args:
             number: how many.
         """
-        self._resize(
-            self.workers + check_int("strategy.add_workers: number", number, below=1 << 16)
-        )
+        more = check_int("strategy.add_workers: number", number, below=1 << 16)
+        self._engine.resize(self.workers + more)
 
     def remove_workers(self, number: int) -> None:
         """Lets the last workers leave; waits until they have finished what they run.
@@ -223,12 +218,8 @@ class ParameterServerStrategy(Strategy):
         Args:
             number: how many; at least one worker stays.
         """
-        name = "strategy.remove_workers: number"
-        self._resize(self.workers - check_int(name, number, below=self.workers))
-
-    def _resize(self, workers: int) -> None:
-        self._coordinator.resize(workers)
-        self._runner.resize(workers)
+        fewer = check_int("strategy.remove_workers: number", number, below=self.workers)
+        self._engine.resize(self.workers - fewer)
 
     def _enter_program(self, name: str) -> None:
         if not (in_closure() and name == "strategy.run"):

@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
 
 from distribute_jax._checks import check_int, check_number
-from distribute_jax._errors import ArgumentError, NotEqualError
+from distribute_jax._errors import ArgumentError, ContextError, NotEqualError
 from distribute_jax._messages import listed
-from distribute_jax.servers import Recording
+from distribute_jax.program._part import as_numbers
+from distribute_jax.servers import Coordinator, Store
+from distribute_jax.servers._coordinator import Closure
+from distribute_jax.servers._log import Attempt, Update
+from distribute_jax.servers._worker import Order, run
 from distribute_jax.strategies._parameter_server import ParameterServerStrategy
+
+
+@dataclass
+class _Recording:
+    first: int
+    """The version before the updates."""
+    updates: list[tuple[Update, list[Any]]] = field(default_factory=list)
+    """With the results of each."""
+    written: defaultdict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
+    """What was set on the servers at each version."""
+    last: dict[int, Any] = field(default_factory=dict)
+    """All arrays after the last update."""
+
+    def note_update(self, update: Update, results: list[Any]) -> None:
+        self.updates.append((update, results))
+
+    def note_write(self, version: int, values: dict[int, Any]) -> None:
+        self.written[version].append(values)
+
+    def go_back(self, version: int) -> None:
+        del self.updates[version - self.first :]
 
 
 class Log:
     """The updates of a ``record`` block, with everything needed to repeat them."""
 
-    def __init__(self, strategy: ParameterServerStrategy, recording: Recording) -> None:
+    def __init__(self, strategy: ParameterServerStrategy, recording: _Recording) -> None:
         self._strategy, self._recording = strategy, recording
 
     @property
@@ -27,7 +57,7 @@ class Log:
     @property
     def staleness(self) -> dict[int, int]:
         """How many updates had each staleness: the number of updates since their weights were read."""
-        return dict(Counter(update.staleness for update, _, _ in self._recording.updates))
+        return dict(Counter(update.staleness for update, _ in self._recording.updates))
 
     def __repr__(self) -> str:
         return f"Log(updates={self.updates}, staleness={self.staleness})"
@@ -63,8 +93,19 @@ def record(strategy: ParameterServerStrategy) -> Iterator[Log]:
         >>> log.updates
         2
     """
-    with strategy._coordinator.recorded() as recording:
+    coordinator, state = strategy._coordinator, strategy._coordinator.state
+    coordinator.join()
+    if state.recorder is not None:
+        raise ContextError("dj.testing.record: this strategy is being recorded already.")
+    recording = _Recording(coordinator.stats.version)
+    recording.note_write(recording.first, dict(state.seen))
+    state.recorder = recording
+    try:
         yield Log(strategy, recording)
+        coordinator.join()
+        recording.last = dict(state.seen)
+    finally:
+        state.recorder = None
 
 
 def kill(
@@ -99,10 +140,12 @@ def kill(
     """
     if (worker is None) == (server is None):
         raise ArgumentError("dj.testing.kill: pass worker= or server=.")
+    if not strategy._engine.has_started:
+        raise ContextError("dj.testing.kill: workers and servers start with the first closure.")
     kind, number, count = ("server", server, strategy.servers)
     if worker is not None:
         kind, number, count = "worker", worker, strategy.workers
-    strategy._runner.kill(kind, check_int(f"dj.testing.kill: {kind}", number, 0, count))
+    strategy._engine.kill(kind, check_int(f"dj.testing.kill: {kind}", number, 0, count))
 
 
 @contextmanager
@@ -179,7 +222,62 @@ def replay(log: Log) -> None:
     Example:
         See :func:`record`.
     """
-    if lines := log._strategy._runner.run_again(log._recording):
+    if lines := list(_differences(log._recording, log._strategy._coordinator)):
         raise NotEqualError(
             f"dj.testing.replay: {log!r} has other bits on one device:\n{listed(lines)}"
         )
+
+
+def _differences(recording: _Recording, coordinator: Coordinator) -> Iterator[str]:
+    """Repeats the updates of a recording one by one on one device; yields what has other bits.
+
+    Each is computed from the version of the state that it was computed from, so servers set aside what its
+    runs read as soon as they have that version.
+    """
+    coordinator.join()
+    state, stores = coordinator.state.on(Store)
+    readers: defaultdict[int, list[Attempt]] = defaultdict(list)
+    orders: dict[int, Order] = {}
+    for update, _ in recording.updates:
+        state.load(update.closure.program)
+        for attempt in update.attempts:
+            readers[attempt.pulled].append(attempt)
+
+    def advance(version: int) -> None:
+        for values in recording.written.get(version, []):
+            state.send(values)
+        for attempt in readers[version]:
+            read = state.prepare(attempt.closure.program, attempt.number)
+            orders[attempt.number] = Order(0, attempt.number, *read)
+
+    for n, (update, expected) in enumerate(recording.updates):
+        advance(recording.first + n)
+        results = _repeat(update, orders, stores, coordinator.device)
+        for store in stores:
+            store.commit(0, n, [attempt.number for attempt in update.attempts], 0)
+        if any(map(_differ, results, expected)):
+            step = update.closure.program.bound.step
+            yield f"the results of update {recording.first + n}, a run of {step}"
+    advance(recording.first + len(recording.updates))
+    yield from (
+        state.name(key)
+        for key, array in state.changing().items()
+        if key in recording.last and _differ(recording.last[key], array)
+    )
+
+
+def _repeat(
+    update: Update, orders: dict[int, Order], stores: Sequence[Store], device: jax.Device
+) -> list[Any]:
+    """Runs the shares of an update, and returns the results of its closure."""
+    closure: Closure = update.closure
+    shares, links = [], [store.request for store in stores]
+    for attempt in update.attempts:
+        order, data = orders.pop(attempt.number), closure.data_of(attempt.worker, attempt.share)
+        shares.append(run(closure.program.worker, order, data, links, (device, device)))
+    return closure.program.bound.halves.finish(shares)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    one, other = (np.asarray(as_numbers(x)) for x in (one, other))
+    return bool(one.dtype != other.dtype or one.tobytes() != other.tobytes())

@@ -351,7 +351,7 @@ def written_to(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any, Any, Cal
 def test_a_closure_is_scheduled_while_a_server_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the user writes waits for the server, which cannot be reached, and is not an error."""
     strategy, coordinator, total, summed, step = written_to(monkeypatch)
-    (store,) = strategy._coordinator._stores
+    (store,) = strategy._coordinator.stores
     pull, errors = store.pull, [WireError("it is gone")]
 
     def pull_once_more(keys: Any) -> Any:
@@ -371,7 +371,7 @@ def test_closures_run_again_with_what_was_written_before_them(
 ) -> None:
     """Also where the write after them was interrupted; it comes with the next closure all the same."""
     strategy, coordinator, total, summed, step = written_to(monkeypatch)
-    (store,) = strategy._coordinator._stores
+    (store,) = strategy._coordinator.stores
     total.assign(10.0)
     with monkeypatch.context() as patched:
         patched.setattr(store, "assign", raises(KeyboardInterrupt()))
@@ -454,7 +454,7 @@ def test_an_element_is_read_once_although_servers_go_back_meanwhile() -> None:
         release.wait(SECONDS)
         return [worker]
 
-    closure = queue.Closure(0, None, data)  # type: ignore[arg-type]
+    closure = queue.Closure(None, data)  # type: ignore[arg-type]
     read: list[Any] = []
     first = threading.Thread(target=lambda: read.append(closure.data_of(0, 0)))
     second = threading.Thread(target=lambda: read.append(closure.data_of(1, 0)))
@@ -531,9 +531,13 @@ def test_join_with_a_timeout_says_how_much_is_left() -> None:
 
 def test_a_full_queue_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for four closures, the fifth is scheduled when one has ended."""
-    monkeypatch.setattr(queue, "MOST_WAITING", 4)
-    _, coordinator = of_servers(1)
-    results = [coordinator.schedule(lambda x: x * 2, args=(i,)) for i in range(12)]
+    monkeypatch.setattr(queue, "_MAX_CLOSURES", 4)
+    strategy, coordinator = of_servers(1)
+    results, open_closures = [], []
+    for i in range(12):
+        results.append(coordinator.schedule(lambda x: x * 2, args=(i,)))
+        open_closures.append(len(strategy._coordinator._log.open))
+    assert max(open_closures) <= 4
     assert coordinator.fetch(results) == list(range(0, 24, 2))
 
 
@@ -709,7 +713,7 @@ def test_a_model_is_trained_although_another_that_the_step_reached_is_gone() -> 
         assert float(model.w[...]) == epoch
     coordinates = strategy._coordinator
     assert not coordinates.state._keys
-    assert not [store for store in coordinates._stores if store._programs]
+    assert not [store for store in coordinates.stores if store._programs]
     assert len(strategy._runner._halves._bound) == 1
 
 
@@ -847,7 +851,9 @@ def test_staleness_is_a_number_of_updates(staleness: Any) -> None:
     dj.ParameterServerStrategy(max_staleness=math.inf)
 
 
-def test_threads_that_schedule_first_start_the_workers_once() -> None:
+def test_threads_that_schedule_first_start_the_workers_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Four of them have the two workers of the strategy, and every increment."""
     strategy, coordinator = of_servers(2)
     with strategy.scope():
@@ -856,9 +862,8 @@ def test_threads_that_schedule_first_start_the_workers_once() -> None:
     def step() -> None:
         total.assign_add(1.0)
 
-    begin, engines = threading.Barrier(4), []
-    start = strategy._runner._start
-    strategy._runner._start = lambda: engines.append(time.sleep(0.05) or start()) or engines[-1]
+    begin, engine = threading.Barrier(4), strategy._engine
+    monkeypatch.setattr(engine, "_start_servers", lambda: time.sleep(0.05))
 
     def schedule() -> None:
         begin.wait(SECONDS)
@@ -871,7 +876,7 @@ def test_threads_that_schedule_first_start_the_workers_once() -> None:
     for thread in threads:
         thread.join()
     coordinator.join(SECONDS)
-    assert (float(total[...]), len(engines)) == (20.0, 1)
+    assert (float(total[...]), len(engine._threads)) == (20.0, 2)
 
 
 def test_random_keys_are_fetched_as_they_are() -> None:
@@ -886,15 +891,14 @@ def test_workers_that_join_after_a_removal_that_was_interrupted_work(
 ) -> None:
     """Those that have left do not count as there."""
     coordinator = queue.Coordinator(2, [], 0.0, jax.devices()[0])
-    engine = _engine.Engine(coordinator, lambda _: _engine._Thread([], ()))  # type: ignore[arg-type]
+    engine = _engine.Engine(coordinator, jax.devices())
+    engine.start()
     _, leaving = engine._threads
-    coordinator.resize(1)
     with monkeypatch.context() as patched:
         patched.setattr(leaving, "join", raises(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             engine.resize(1)
     leaving.join(SECONDS)
-    coordinator.resize(2)
     engine.resize(2)
     assert all(thread.is_alive() for thread in engine._threads)
     engine.stop()
@@ -905,11 +909,9 @@ def test_workers_that_do_not_end_are_waited_for_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(_engine, "_SECONDS_TO_END", 0.3)
     coordinator, release = queue.Coordinator(8, [], 0.0, jax.devices()[0]), threading.Event()
 
-    def slow(_: int) -> Any:
-        release.wait(SECONDS)
-        return _engine._Thread([], ())  # type: ignore[arg-type]
-
-    engine = _engine.Engine(coordinator, slow)
+    engine = _engine.Engine(coordinator)
+    monkeypatch.setattr(engine, "_worker", lambda _: release.wait(SECONDS) and None)
+    engine.start()
     begin = time.monotonic()
     engine.stop()
     assert 0.3 <= time.monotonic() - begin < 1.2

@@ -120,7 +120,7 @@ def test_divided_variables_have_the_bits_of_one_device(
     for one, other in zip(wanted, got, strict=True):
         np.testing.assert_array_equal(one, other)
     stored = [
-        sorted(x.shape for x in store.state.values()) for store in strategy._coordinator._stores
+        sorted(x.shape for x in store.state.values()) for store in strategy._coordinator.stores
     ]
     tables = [sum(shape[1:] == (8,) for shape in shapes) for shapes in stored]
     if name == "lamb":
@@ -151,7 +151,7 @@ def test_a_divided_variable_is_read_and_written_as_numpy_does() -> None:
         np.add.at(expected, ids, x)
 
     add([4, 0, 4], 0.5)
-    assert [len(x) for store in strategy._coordinator._stores for x in store.state.values()] == [
+    assert [len(x) for store in strategy._coordinator.stores for x in store.state.values()] == [
         3,
         3,
         2,
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_parts_is_restored_into_any_number_of_servers(tmp_path: 
             np.testing.assert_array_equal(one, other)
         if isinstance(strategy, dj.OneDeviceStrategy):
             strategy.run(step, args=(ids,))
-        elif len(strategy._coordinator._stores) == 3:
+        elif len(strategy._coordinator.stores) == 3:
             coordinator = dj.coordinator.ClusterCoordinator(strategy)
             coordinator.schedule(step, args=(ids,))
             coordinator.join(SECONDS)

@@ -353,7 +353,7 @@ def test_processes_unload_programs_of_deleted_models() -> None:
     for _ in range(3):
         train()
         gc.collect()
-    engine: Any = strategy._runner._engine
+    engine: Any = strategy._engine
     assert [len(store._loads) for store in engine._stores] == [1]
 
 
@@ -363,7 +363,7 @@ def test_a_stopped_process_is_named(
     role: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once, and nothing is lost when it goes on."""
-    monkeypatch.setattr(_processes, "_PATIENCE", 0.1)
+    monkeypatch.setattr(_processes, "_STOPPED_POLL_SECONDS", 0.1)
     others = children(role)  # of a strategy that was not collected yet
     strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine="processes")
     coordinator = ClusterCoordinator(strategy)
@@ -391,7 +391,7 @@ def test_join_keeps_its_limit_although_a_server_does_nothing(size: int) -> None:
         weight = dj.Variable(jnp.zeros(size), aggregation=dj.VariableAggregation.SUM)
     coordinator.schedule(lambda: weight.assign_add(jnp.ones(size)))
     coordinator.join(SECONDS)
-    server = strategy._coordinator._stores[0].child
+    server = strategy._coordinator.stores[0].child
     os.kill(server._pid, signal.SIGSTOP)
     weight.assign(jnp.full(size, 5.0))
     raised = list[BaseException]()
@@ -457,15 +457,14 @@ def test_a_start_that_is_interrupted_leaves_no_process_and_can_be_repeated(
 def test_a_worker_that_ends_is_lost_and_has_not_done_its_run() -> None:
     """Also where the step returns nothing, so that its last message could be taken for the results."""
     here, there = pair()
-    worker = _processes._Worker(_processes._Child(SimpleNamespace(end=id), 0, here), [], None)  # type: ignore[arg-type]
+    worker = _processes._Worker(_processes._Child(SimpleNamespace(kill=id), 0, here), [], None)  # type: ignore[arg-type]
     halves = SimpleNamespace(worker=SimpleNamespace(values=[], returns=[]), results_at=[])
     program = SimpleNamespace(name="step", bound=SimpleNamespace(halves=halves))
     worker._loaded["step"] = lambda: program  # type: ignore[assignment]
-    with there:
+    with here, there:
         Connection(there).send(Message("ended", ["MemoryError: no room"]))
-        work = SimpleNamespace(closure=SimpleNamespace(program=program), order=())
         with pytest.raises(WorkerLostError, match="no room"):
-            worker.run(work, [])  # type: ignore[arg-type]
+            worker.run(program, (), [])  # type: ignore[arg-type]
 
 
 def test_workers_that_ended_while_they_had_nothing_to_do_are_no_fault_of_a_step() -> None:
@@ -475,7 +474,7 @@ def test_workers_that_ended_while_they_had_nothing_to_do_are_no_fault_of_a_step(
     (_, _, count), step = build(strategy)
     coordinator.schedule(step, args=(batches(1)[0],))
     coordinator.join(SECONDS)
-    workers: Any = strategy._runner._engine._workers  # type: ignore[union-attr]
+    workers: Any = strategy._engine._workers
     while len(workers) < 3:
         time.sleep(0.005)
     for worker in list(workers.values()):
@@ -524,8 +523,8 @@ def test_a_program_is_loaded_while_a_server_is_replaced() -> None:
 
     store._requests = SimpleNamespace(put=put)  # type: ignore[assignment]
     store._loads["old"] = Message("old")
-    store.child = child = SimpleNamespace(control=SimpleNamespace(send=None))
-    store.attach(child)
+    store.child = SimpleNamespace()
+    store.attach(store.child)
     assert sent == ["old"]
 
 
@@ -536,8 +535,8 @@ def test_a_server_that_cannot_be_told_is_ended() -> None:
     def send(_: Message) -> None:
         raise MemoryError
 
-    store.attach(SimpleNamespace(control=SimpleNamespace(send=send), kill=ended.set))
-    store.drop(1)
+    store.attach(SimpleNamespace(send=send, kill=ended.set))
+    store.forget([1])
     assert ended.wait(SECONDS)
 
 
@@ -549,12 +548,9 @@ def test_servers_that_cannot_go_back_end_the_wait_with_an_error() -> None:
         raise MemoryError("no room for what was kept")
 
     coordinator.go_back = fail  # type: ignore[method-assign]
-    processes = SimpleNamespace(
-        _coordinator=coordinator, _serve=lambda _: None, _ended=threading.Event()
-    )
-    nothing = SimpleNamespace(close=lambda: None)
-    child = SimpleNamespace(wait=str, control=nothing)
-    _processes.Processes._watch(processes, 0, child)  # type: ignore[arg-type]
+    processes = SimpleNamespace(_coordinator=coordinator, _start_server=lambda *_: None)
+    child = SimpleNamespace(wait=str, close=lambda: None)
+    _processes.Processes._watch(processes, 0, child, threading.Event())  # type: ignore[arg-type]
     with pytest.raises(dj.StepFailedError, match="no room for what was kept"):
         coordinator.join(SECONDS)
 

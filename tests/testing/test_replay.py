@@ -58,7 +58,7 @@ def test_a_stale_training_is_repeated_bit_by_bit(servers: int, staleness: int, e
     dj.testing.replay(log)
 
     recording = log._recording
-    results = recording.updates[5][2]
+    results = recording.updates[5][1]
     results[0] = results[0] + 1
     key = next(iter(recording.last))
     recording.last[key] = np.asarray(recording.last[key]) + 1
