@@ -157,18 +157,19 @@ class ServersRunner(Runner):
             step = _Closure(fn, kinds, tree, inputs, counts)
             every = (*plain, *leaves, _first_worker())
             try:
-                bound, taken = self._halves.bound(step, every, {}, None, len(leaves) + 1)
+                bound, parsed = self._halves.bound(step, every, {}, None, len(leaves) + 1)
                 break
             except MoreElementsError:
                 if max(counts) > _MAX_ELEMENTS:
                     raise ArgumentError(_TOO_MANY.format(most=_MAX_ELEMENTS)) from None
         self._element_counts[key] = traced_counts
-        if taken.counts is not None and bound.rows is None:
-            bound.rows = self._checked_rows(Request(step, taken, UNVERIFIED), bound)
-        fixed = bound.halves.data(bound.binding, taken)
-        end = len(fixed) - (taken.counts is not None)
+        if parsed.counts is not None and bound.rows is None:
+            bound.rows = self._checked_rows(Request(step, parsed, UNVERIFIED), bound)
+        fixed = bound.halves.data(bound.binding, parsed)
+        end = len(fixed) - (parsed.counts is not None)
         before, after = fixed[: end - len(leaves) - 1], fixed[end:]
-        types, shares = [*map(_type, leaves)], self._shares  # closures must not hold the strategy
+        types = [*map(_type, leaves)]
+        shares = self._shares  # workers hold `read`, which must not hold the strategy
 
         def read(worker: int, share: int) -> list[Any]:
             flat: Any = jax.tree.flatten(of_worker(worker)) if types else ([], inputs)
@@ -178,9 +179,9 @@ class ServersRunner(Runner):
                 raise ArgumentError(_OTHER_SHAPE.format(worker=worker, got=got, wanted=wanted))
             return of_replica([*before, *leaves, np.int32(worker), *after], share, shares)
 
-        if last is not None and not (taken.bound or bound.halves.arrays):
+        if last is not None and not (parsed.bound or bound.halves.arrays):
             self._last = *last, bound, read
-        return bound, read, taken.counts
+        return bound, read, parsed.counts
 
     def _checked_rows(self, request: Request, bound: BoundHalves) -> list[bool]:
         """Returns which results have a row for each example; refuses a step that sees padding, as ``run``."""
@@ -230,12 +231,7 @@ class _Closure:
     """A scheduled function as a step, whose last arguments are those of a worker."""
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        kinds: Sequence[Any],
-        tree: Any,
-        inputs: Any,
-        counts: list[int],
+        self, fn: Any, kinds: list[Any], tree: Any, inputs: Any, counts: list[int]
     ) -> None:
         """Takes the structure of a worker's arguments; calls set ``counts`` to the elements taken."""
         self.__wrapped__, self.__qualname__ = fn, step_name(fn)
