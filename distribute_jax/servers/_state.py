@@ -176,8 +176,8 @@ class State:
     def prepare(self, program: Program, run: int) -> tuple[list[list[Any]], list[list[Any]]]:
         """Lets servers set aside what a run reads; returns ``places`` and ``rows`` of its ``Order``."""
         if program not in self._reads:
-            empty = ([[] for _ in self._stores] for _ in range(3))
-            places, rows, keys = self._reads[program] = tuple(empty)
+            places, rows, keys = ([list[Any]() for _ in self._stores] for _ in range(3))
+            self._reads[program] = places, rows, keys
             for i, k in enumerate(program.bound.halves.pulls):
                 for home in self._sources(program.keys[k]):
                     places[home].append(i)
