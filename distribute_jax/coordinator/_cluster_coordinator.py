@@ -16,9 +16,9 @@ from distribute_jax.strategies._parameter_server import ParameterServerStrategy
 
 
 class ClusterCoordinator:
-    """Sends functions to workers, and waits for them.
+    """Schedules functions on workers, and waits for them.
 
-    There is one for each strategy: making another one returns the same object.
+    There is one for each strategy: constructing it again returns the same object.
 
     Args:
         strategy: a ``ParameterServerStrategy``.
@@ -59,7 +59,7 @@ class ClusterCoordinator:
 
     @property
     def strategy(self) -> ParameterServerStrategy:
-        """The strategy."""
+        """The strategy whose workers run the functions."""
         return self._strategy
 
     def schedule(
@@ -68,16 +68,16 @@ class ClusterCoordinator:
         args: tuple[Any, ...] | None = None,
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Queues a function, which a worker runs when it is free, and returns at once.
+        """Queues a function for the next free worker, and returns at once.
 
-        The function is traced here, so that an error in it is raised here. It may call ``strategy.run``,
-        which is then a part of it, and take elements of per-worker iterators with ``next``. Its changes
-        to variables are applied exactly once.
+        The function is traced here, so an error in it is raised here. It may call ``strategy.run``, which
+        then runs as part of it, and take elements of per-worker iterators with ``next``. Its changes to
+        variables are applied exactly once.
 
         Args:
-            fn: the function. Arrays and numbers among its arguments are read now; per-worker values and
-                iterators are those of the worker that runs it.
-            args: positional arguments.
+            fn: the function.
+            args: positional arguments. Arrays and numbers are read now; per-worker values and iterators are
+                those of the worker that runs the function.
             kwargs: keyword arguments.
 
         Returns:
@@ -86,20 +86,20 @@ class ClusterCoordinator:
         Raises:
             ValueError: a ``RemoteValue`` among the arguments; as for ``strategy.run``.
             TypeError: ``fn`` is not a function.
-            Exception: an earlier closure failed.
+            Exception: an earlier scheduled function failed.
         """
         return self._strategy._runner.schedule(fn, () if args is None else args, kwargs or {})
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits until every scheduled function is over; variables then hold what the servers have.
+        """Waits until all scheduled functions have finished, and updates variables from the servers.
 
         Args:
             timeout: seconds to wait; None for no limit.
 
         Raises:
-            DeadlineExceededError: they are not over in time; a ``TimeoutError``.
+            DeadlineExceededError: they have not finished in time; a ``TimeoutError``.
             StepsSkippedError: too many steps of an optimizer with ``skip_nonfinite`` were skipped in a row.
-            Exception: the first error of a scheduled function. Those that had not begun were cancelled.
+            Exception: the first error of a scheduled function; functions that had not begun are cancelled.
         """
         if timeout is not None:
             check_number("coordinator.join: timeout", timeout, at_least=0, most=math.inf)
@@ -107,20 +107,20 @@ class ClusterCoordinator:
         self._strategy._runner.check_skipped_steps()
 
     def done(self) -> bool:
-        """Returns whether every scheduled function is over; raises as :meth:`join`."""
+        """Returns True if all scheduled functions have finished; raises as :meth:`join`."""
         return self._strategy._coordinator.is_done()
 
     def fetch(self, nest: Any) -> Any:
         """Waits for the remote values of a pytree.
 
         Args:
-            nest: what :meth:`schedule` returned, or a pytree with some of it.
+            nest: a pytree with remote values, such as a result of :meth:`schedule`.
 
         Returns:
-            The pytree, with NumPy arrays in place of remote values; other leaves as they are.
+            The pytree with NumPy arrays in place of remote values; other leaves are unchanged.
 
         Raises:
-            Exception: the error of a function that failed.
+            Exception: the error of the function, if it failed.
         """
         is_leaf = lambda x: isinstance(x, (RemoteValue, nnx.Variable))  # noqa: E731
         with converting("coordinator.fetch: nest", nest, "a tree whose keys can be sorted"):
@@ -129,11 +129,11 @@ class ClusterCoordinator:
         return jax.tree.unflatten(structure, fetched)
 
     def create_per_worker_dataset(self, dataset: Any) -> PerWorkerDataset:
-        """Returns a dataset for each worker, made when that first takes an element.
+        """Returns a dataset for each worker, created when the worker first takes an element.
 
         Args:
             dataset: a function without arguments that returns an iterable, called once for each worker, or an
-                iterable, which each worker goes through by itself.
+                iterable, over which each worker iterates separately.
 
         Returns:
             An iterable; ``iter`` returns an iterator to pass to scheduled functions.
@@ -148,5 +148,5 @@ class ClusterCoordinator:
 
     @property
     def stats(self) -> Stats:
-        """Updates so far: ``version``, how many of each staleness, and how many of each worker."""
+        """The updates so far: ``version``, and the number of updates by staleness and by worker."""
         return self._strategy._coordinator.stats

@@ -33,17 +33,17 @@ _JOBS = ("chief", "worker", "ps", "evaluator")
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How workers and servers of ``engine="processes"`` and ``"ray"`` are watched.
+    """How ``engine="processes"`` and ``"ray"`` recover from lost workers and servers.
 
     Args:
-        snapshot_every: seconds after which the coordinator copies the state of the servers at the latest; it
-            does so too at each ``join``. When a server ends, all go back to the copy, and the functions since
-            are run again with the arguments that they had, which are kept until then.
-        step_seconds: a worker that computes one function for more seconds is ended and replaced; None for no
-            limit. The first run includes compiling.
+        snapshot_every: the longest time, in seconds, between snapshots of the servers' state; each ``join``
+            takes one too. When a server is lost, all servers return to the last snapshot, and the functions
+            since then are run again with their original arguments, which are kept until the next snapshot.
+        step_seconds: a worker that takes longer than this for one function is killed and replaced; None for
+            no limit. The first run of a function includes compilation.
 
     Raises:
-        ValueError: not a number of seconds above 0.
+        ValueError: an argument is not a positive number.
 
     Example:
         >>> import distribute_jax as dj
@@ -55,48 +55,48 @@ class ServerOptions:
     step_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what is not seconds."""
         for name, value in vars(self).items():
             if value is not None:
                 check_number(f"ServerOptions: {name}", value)
 
 
 class ParameterServerStrategy(Strategy):
-    """Trains asynchronously: variables are on servers, and workers compute steps, each with its own batch.
+    """Trains asynchronously: servers store the variables, and workers compute steps, each on its own batch.
 
     A step is written for one replica, as for any strategy. A worker reads the weights, computes gradients and
-    hands them over; the servers apply one update after the other, each exactly once, in the order of one log.
-    With ``max_staleness=0`` the result is that of one device on the batches in the order of the log;
+    sends them to the servers, which apply all updates in the order of one log, each exactly once. With
+    ``max_staleness=0`` the result is that of one device that takes the batches in the order of the log;
     otherwise an update is computed from weights that are at most ``max_staleness`` updates old.
 
     ``ClusterCoordinator`` schedules steps. :meth:`run` waits for them, and runs its step in the caller's
-    thread. The variables of the model hold what the servers had at the last ``join`` or ``run``.
+    thread. The model's variables hold the servers' values as of the last ``join`` or ``run``.
 
     Args:
-        cluster_resolver: knows the tasks of a cluster: this process is its ``chief``, and its ``worker`` and
-            ``ps`` call ``dj.Server(…).join()``. The engine is Ray. None for workers of this machine.
-        variable_partitioner: into how many parts each variable is divided, such as one of
-            ``dj.experimental.partitioners``, or a function of their shape and dtype that returns the number
-            of parts along each dim. None divides nothing.
-        engine: ``"threads"``, the default: the workers are threads of this process. ``"processes"``: workers
-            and servers are processes of this machine, which compute in parallel and are replaced when
-            they end. They run exported programs; none of them listens on a port. ``"ray"``: the same as
-            actors of a Ray cluster, on other machines too; ``pip install 'distribute-jax[ray]'``.
-        workers: how many; by default one for each core, at most 4.
-        servers: among how many the variables are divided, one after the other; the state of an optimizer is
-            with its parameter.
-        max_staleness: the most updates that may come between what a step reads and its own update; by default
-            four for each worker. ``math.inf`` for no bound, as in TensorFlow.
-        workers_per_update: how many workers together compute each update, in sync: they are the replicas of
-            the step, and the servers add up what they return. A batch of ``distribute_dataset`` is divided
-            among them, and the numbers are those of ``MirroredStrategy`` with as many replicas.
-        sparse: how a table is updated when a batch looks up only some of its rows: ``"exact"``, as on one
-            device; with ``"lazy"`` the other rows and their optimizer state stay as they are, which is
-            faster, and differs for optimizers such as Adam.
-        options: of ``engine="processes"`` and ``"ray"``.
+        cluster_resolver: describes a cluster whose ``chief`` is this process; its ``worker`` and ``ps`` tasks
+            call ``dj.Server(…).join()``. The engine is then Ray. None for workers on this machine.
+        variable_partitioner: decides into how many parts each variable is divided: one of
+            ``dj.experimental.partitioners``, or a function of shape and dtype that returns the number of
+            parts along each dim. None divides no variable.
+        engine: ``"threads"``, the default: workers are threads of this process. ``"processes"``: workers and
+            servers are processes of this machine, which compute in parallel and are replaced if they are
+            lost. They run exported programs; none of them listens on a port. ``"ray"``: the same with actors
+            of a Ray cluster, also on other machines; ``pip install 'distribute-jax[ray]'``.
+        workers: the number of workers; by default one for each core, at most 4.
+        servers: the number of servers. Variables are placed on them in turn; the state of an optimizer is on
+            the server of its parameter.
+        max_staleness: the largest number of updates that may be applied between a step's reading of the
+            weights and its own update; by default four for each worker. ``math.inf`` for no bound, as in
+            TensorFlow.
+        workers_per_update: how many workers compute each update together, in sync: they are the replicas of
+            the step, and the servers add up what they send. A batch of ``distribute_dataset`` is divided
+            among them, and results equal those of ``MirroredStrategy`` with as many replicas.
+        sparse: how a table is updated if a batch looks up only some of its rows: ``"exact"`` as on one
+            device; ``"lazy"`` leaves the other rows and their optimizer state unchanged, which is faster, and
+            differs for optimizers such as Adam.
+        options: for ``engine="processes"`` and ``"ray"``.
 
     Raises:
-        ValueError: an argument is not what it should be.
+        ValueError: an invalid argument.
         MissingPackageError: ``engine="ray"``, and Ray is not installed.
 
     Example:
@@ -204,19 +204,19 @@ class ParameterServerStrategy(Strategy):
             self._coordinator.write_back(variables)
 
     def add_workers(self, number: int) -> None:
-        """Lets more workers join, also while functions run.
+        """Adds workers, also while functions run.
 
         Args:
-            number: how many.
+            number: how many to add.
         """
         more = check_int("strategy.add_workers: number", number, below=1 << 16)
         self._engine.resize(self.workers + more)
 
     def remove_workers(self, number: int) -> None:
-        """Lets the last workers leave; waits until they have finished what they run.
+        """Removes the last workers, after they have finished what they run.
 
         Args:
-            number: how many; at least one worker stays.
+            number: how many to remove; at least one worker must remain.
         """
         fewer = check_int("strategy.remove_workers: number", number, below=self.workers)
         self._engine.resize(self.workers - fewer)
@@ -232,7 +232,7 @@ class ParameterServerStrategy(Strategy):
 
 
 def _checked_cluster(name: str, resolver: ClusterResolver) -> ClusterSpec:
-    """Returns a cluster of which this process is the chief."""
+    """Returns the cluster; refuses one of which this process is not the chief."""
     cluster, task = resolver.cluster_spec(), resolver.task_type
     numbers = {job: cluster.task_indices(job) if job in cluster.jobs else [] for job in _JOBS}
     others, known = set(cluster.jobs) - set(_JOBS), (*_JOBS, None)
