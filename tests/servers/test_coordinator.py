@@ -98,7 +98,7 @@ def test_a_stale_step_is_computed_from_what_it_read(monkeypatch: pytest.MonkeyPa
     assert coordinator.stats.staleness == {0: 2, 1: 1}
 
 
-def test_run_goes_on_from_what_closures_have_left() -> None:
+def test_run_and_closures_continue_from_each_others_state() -> None:
     """``strategy.run`` and ``fit`` wait for closures, and closures start from what they have left."""
     strategy, coordinator = of_servers(2)
     model, step = scalar_step(strategy)
@@ -209,7 +209,7 @@ def test_every_update_keeps_the_bound_and_none_is_lost() -> None:
     assert sum(coordinator.stats.staleness.values()) == 100
 
 
-def test_what_the_user_writes_is_there_for_the_next_closure() -> None:
+def test_the_next_closure_starts_from_what_the_user_wrote() -> None:
     """A value that is assigned between closures is what the next one starts from."""
     strategy, coordinator = of_servers(2)
     model, step = scalar_step(strategy)
@@ -249,7 +249,7 @@ def test_each_worker_has_its_values_and_its_dataset() -> None:
     assert coordinator.stats.version == 0, "nothing was written"
 
 
-def test_a_function_takes_the_elements_that_it_uses_and_no_more() -> None:
+def test_a_function_takes_only_the_elements_that_it_uses() -> None:
     """Two of one iterator and one of another; then, of the same code, one and none."""
     _, coordinator = of_servers(1)
     first, second = (
@@ -267,7 +267,7 @@ def test_a_function_takes_the_elements_that_it_uses_and_no_more() -> None:
     assert coordinator.fetch(results) == [(0, 1, 0), (2,), (3, 4, 1), (5,)]
 
 
-def test_run_is_a_part_of_a_scheduled_function() -> None:
+def test_run_inside_a_scheduled_function_is_traced_with_it() -> None:
     """``strategy.run`` and ``strategy.reduce`` in a closure are traced with it, as in TF's tutorial."""
     strategy, coordinator = of_servers(1)
     model, step = scalar_step(strategy)
@@ -295,7 +295,7 @@ def failing(coordinator: Any) -> tuple[list[Any], Callable[[], None]]:
     return results, lambda: coordinator.join(SECONDS)
 
 
-def test_an_error_of_a_worker_comes_at_join_and_cancels_what_waits() -> None:
+def test_join_raises_a_worker_error_and_cancels_waiting_closures() -> None:
     """``join`` raises it once; what had not begun is cancelled; then closures run again."""
     _, coordinator = of_servers(1)
     (first, broken, *waiting), join = failing(coordinator)
@@ -312,7 +312,9 @@ def test_an_error_of_a_worker_comes_at_join_and_cancels_what_waits() -> None:
     assert coordinator.schedule(lambda x: x + 1, args=(1,)).fetch() == 2
 
 
-def test_a_closure_that_fails_when_it_runs_again_ends_join(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_join_raises_the_error_of_a_closure_that_runs_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It was over before its servers were lost; its error comes at join all the same."""
     going_back = functools.partial(queue.Coordinator, snapshot_every=60.0)
     monkeypatch.setattr(_parameter_server, "Coordinator", going_back)
@@ -417,7 +419,7 @@ class Signaller:
         return self
 
 
-def test_an_interrupt_anywhere_leaves_no_closure_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_at_any_instruction_loses_no_closure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it comes, what was written is there, and a join returns, with the closure or not."""
     _, coordinator, total, summed, step = written_to(monkeypatch)
     coordinator.join(SECONDS)
@@ -497,7 +499,7 @@ def test_the_end_of_a_workers_data_is_a_stop_iteration() -> None:
         coordinator.join(SECONDS)
 
 
-def test_other_shapes_of_a_dataset_are_refused_by_name() -> None:
+def test_elements_of_another_shape_are_refused_with_both_shapes() -> None:
     """An element of another shape than the closure was scheduled for fails with both shapes."""
     _, coordinator = of_servers(1)
     data = [np.ones(2, np.float32), np.ones(3, np.float32)]
@@ -509,7 +511,7 @@ def test_other_shapes_of_a_dataset_are_refused_by_name() -> None:
         coordinator.join(SECONDS)
 
 
-def test_join_with_a_timeout_says_how_much_is_left() -> None:
+def test_join_timeout_reports_unfinished_closures() -> None:
     """A closure whose data does not come is named after the time, and nothing hangs."""
     _, coordinator = of_servers(1)
     go = threading.Event()
@@ -541,7 +543,7 @@ def test_a_full_queue_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert coordinator.fetch(results) == list(range(0, 24, 2))
 
 
-def test_what_cannot_be_scheduled() -> None:
+def test_schedule_refuses_invalid_arguments() -> None:
     """Wrong functions, remote values and strategies are refused; errors of a step are raised here."""
     strategy, coordinator = of_servers(2)
     assert ClusterCoordinator(strategy) is coordinator
@@ -569,7 +571,7 @@ def test_what_cannot_be_scheduled() -> None:
     assert coordinator.fetch({"a": 5, "b": value}) == {"a": 5, "b": 2.0}
 
 
-def test_what_is_written_while_closures_run_comes_after_them() -> None:
+def test_a_write_while_closures_run_is_applied_after_them() -> None:
     """A value that is assigned after the last closure is neither lost at join nor for the next one."""
     strategy, coordinator = of_servers(2)
     model, step = scalar_step(strategy)
@@ -626,7 +628,7 @@ def test_steps_that_share_state_use_the_same_servers(servers: int) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_step_that_needs_state_on_more_servers_than_an_earlier_one_changes_is_refused() -> None:
+def test_a_step_that_needs_changed_state_on_more_servers_is_refused() -> None:
     """A rate that one step changes, and that the updates of another step then read on two servers.
 
     What only a worker has read before may be anywhere.
@@ -659,7 +661,7 @@ def test_a_step_that_needs_state_on_more_servers_than_an_earlier_one_changes_is_
     np.testing.assert_allclose(before - after, [0.5, 400], rtol=1e-5)
 
 
-def test_a_norm_over_variables_that_are_apart_is_refused_with_what_to_do() -> None:
+def test_a_norm_over_variables_on_different_servers_is_refused() -> None:
     """An earlier step has put them on two servers; with the step that needs both first, it runs."""
 
     def errors(order: tuple[int, int]) -> list[str]:
@@ -691,7 +693,7 @@ def test_a_norm_over_variables_that_are_apart_is_refused_with_what_to_do() -> No
     assert "Schedule this step before others" in text
 
 
-def test_a_model_is_trained_although_another_that_the_step_reached_is_gone() -> None:
+def test_a_model_is_trained_after_another_model_of_the_step_was_deleted() -> None:
     """The weight is written at join, and nothing of the deleted module is kept, nor the step's program."""
     strategy, coordinator = of_servers()
     with strategy.scope():
@@ -768,7 +770,7 @@ def test_the_same_leaves_in_another_structure_are_other_arguments() -> None:
     assert [coordinator.schedule(first, **call).fetch() for call in calls] == [2, 1]
 
 
-def test_a_function_that_is_scheduled_again_is_looked_up_once_and_never_stale(
+def test_rescheduling_a_function_skips_the_lookup_but_sees_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A Python number, an array and a variable that it captures are as when it is scheduled."""
@@ -886,7 +888,7 @@ def test_random_keys_are_fetched_as_they_are() -> None:
     np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(3)))
 
 
-def test_workers_that_join_after_a_removal_that_was_interrupted_work(
+def test_workers_can_join_after_an_interrupted_removal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those that have left do not count as there."""
@@ -904,7 +906,7 @@ def test_workers_that_join_after_a_removal_that_was_interrupted_work(
     engine.stop()
 
 
-def test_workers_that_do_not_end_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_has_one_deadline_for_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python ends after so many seconds, not after as many for each of them."""
     monkeypatch.setattr(_engine, "_SECONDS_TO_END", 0.3)
     coordinator, release = queue.Coordinator(8, [], 0.0, jax.devices()[0]), threading.Event()

@@ -283,7 +283,7 @@ def test_the_shares_of_a_closure_that_writes_nothing_read_one_version() -> None:
     assert [share and share.pulled for share in shares] == [1, 1]
 
 
-def test_what_comes_before_a_server_has_gone_back_waits_for_it() -> None:
+def test_messages_of_the_next_epoch_wait_until_the_server_has_gone_back() -> None:
     """A worker's message may overtake that of the coordinator, and is neither lost nor void."""
     server = server_with()
     with ThreadPoolExecutor() as pool:

@@ -118,7 +118,7 @@ def test_rows_are_read_and_updated_with_the_bits_of_one_device(
     assert all_rows is (name not in ("adagrad", "rmsprop", "sgd"))
 
 
-def test_lazy_updates_change_rows_that_were_looked_up_alone(
+def test_lazy_updates_change_only_rows_that_were_looked_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """By Adam with its moments; what the variables held at an earlier join stays as it was."""
@@ -144,7 +144,7 @@ def test_lazy_updates_change_rows_that_were_looked_up_alone(
         dj.ParameterServerStrategy(sparse="rows")
 
 
-def test_rows_that_are_not_there_read_as_of_the_whole_table(sent: list[int]) -> None:
+def test_rows_out_of_range_read_as_of_the_whole_table(sent: list[int]) -> None:
     """From the end, repeated, past the end, which is NaN or clipped, or none at all."""
     strategy = of_servers()
     coordinator = dj.coordinator.ClusterCoordinator(strategy)
@@ -165,7 +165,7 @@ def test_rows_that_are_not_there_read_as_of_the_whole_table(sent: list[int]) -> 
         assert (sum(sent) < 10_000) is bool(ids)
 
 
-def test_a_table_that_is_used_whole_too_is_sent_whole(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_table_that_is_also_used_whole_is_sent_whole(caplog: pytest.LogCaptureFixture) -> None:
     """As one whose rows are also the weights of the last layer; the log has the line."""
     strategy = of_servers()
     with strategy.scope():

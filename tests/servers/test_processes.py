@@ -160,9 +160,7 @@ LOOPBACK = r": (0100007F|0000000000000000FFFF00000100007F):|/ray/session"
 
 
 @ENGINES
-def test_processes_have_the_bits_of_one_device_although_some_are_killed(
-    one_device: dj.Strategy, engine: str
-) -> None:
+def test_kills_do_not_change_any_bit(one_device: dj.Strategy, engine: str) -> None:
     """A worker and a server are killed: weights, state of the optimizer, dropout and losses are equal."""
     state, losses, _ = run_with_kills(["worker", "server"], seed=1, engine=engine, servers=1)
     expected, of_one = trained(one_device, batches(len(losses)))
@@ -201,7 +199,7 @@ def test_many_kills(one_device: dj.Strategy, staleness: int, engine: str) -> Non
         pytest.param("ray", marks=[NEEDS_RAY, pytest.mark.exhaustive]),
     ],
 )
-def test_messages_that_are_lost_doubled_or_late_change_nothing(
+def test_lost_duplicated_or_late_messages_do_not_change_any_bit(
     one_device: dj.Strategy, engine: str
 ) -> None:
     """Runs are repeated, and weights, state of the optimizer, dropout and losses are those of one device."""
@@ -231,7 +229,7 @@ CUTS = [*SOME_CUTS, ["run", "link"], ["prepare", "server"], ["run", "load"], ["p
 @pytest.mark.parametrize(
     "cuts", [SOME_CUTS, pytest.param(CUTS, marks=pytest.mark.exhaustive)], ids=len
 )
-def test_connections_that_end_within_a_message_change_nothing(
+def test_connections_that_break_within_a_message_do_not_change_any_bit(
     one_device: dj.Strategy, monkeypatch: pytest.MonkeyPatch, cuts: list[list[str]]
 ) -> None:
     """Half of some messages of the coordinator arrives, and the bits are those of one device."""
@@ -416,7 +414,7 @@ def test_join_keeps_its_limit_although_a_server_does_nothing(size: int) -> None:
     assert (weight[...] == 6).all()
 
 
-def test_a_step_that_calls_python_is_refused_where_it_is_scheduled() -> None:
+def test_schedule_refuses_a_step_that_calls_python() -> None:
     """It could not run in a process that has none of the program's code."""
     strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine="processes")
 
@@ -454,7 +452,7 @@ def test_a_start_that_is_interrupted_leaves_no_process_and_can_be_repeated(
     assert int(count[...]) == 1
 
 
-def test_a_worker_that_ends_is_lost_and_has_not_done_its_run() -> None:
+def test_a_run_whose_worker_ends_is_lost() -> None:
     """Also where the step returns nothing, so that its last message could be taken for the results."""
     here, there = pair()
     worker = _processes._Worker(_processes._Child(SimpleNamespace(kill=id), 0, here), [], None)  # type: ignore[arg-type]
@@ -467,7 +465,7 @@ def test_a_worker_that_ends_is_lost_and_has_not_done_its_run() -> None:
             worker.run(program, (), [])  # type: ignore[arg-type]
 
 
-def test_workers_that_ended_while_they_had_nothing_to_do_are_no_fault_of_a_step() -> None:
+def test_a_step_is_not_blamed_for_workers_that_ended_while_idle() -> None:
     """Three of them are replaced, and the function that each would have run is not given up."""
     strategy = dj.ParameterServerStrategy(workers=3, max_staleness=0, engine="processes")
     coordinator = ClusterCoordinator(strategy)
@@ -485,7 +483,7 @@ def test_workers_that_ended_while_they_had_nothing_to_do_are_no_fault_of_a_step(
     assert int(count[...]) == 2
 
 
-def test_what_is_late_for_the_end_of_a_strategy_starts_nothing(
+def test_no_process_starts_after_the_strategy_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A thread that is delayed until all are ended starts no process, which nobody would end, and ends."""
@@ -528,7 +526,7 @@ def test_a_program_is_loaded_while_a_server_is_replaced() -> None:
     assert sent == ["old"]
 
 
-def test_a_server_that_cannot_be_told_is_ended() -> None:
+def test_a_server_that_misses_a_request_is_killed() -> None:
     """Else it would do what comes after a message for which there was no memory."""
     store, ended = _processes.RemoteStore(jax.devices()[0]), threading.Event()
 
@@ -540,7 +538,7 @@ def test_a_server_that_cannot_be_told_is_ended() -> None:
     assert ended.wait(SECONDS)
 
 
-def test_servers_that_cannot_go_back_end_the_wait_with_an_error() -> None:
+def test_join_raises_if_servers_cannot_go_back() -> None:
     """The thread that replaces a server fails, as where memory is short, and nobody waits for it."""
     coordinator = Coordinator(1, [], 0.0, jax.devices()[0])
 
@@ -556,7 +554,7 @@ def test_servers_that_cannot_go_back_end_the_wait_with_an_error() -> None:
 
 
 @pytest.mark.exhaustive
-def test_numbers_of_four_bits_travel() -> None:
+def test_four_bit_numbers_are_sent() -> None:
     """To a server, which changes them, to a worker, and back."""
     strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine="processes")
     coordinator = ClusterCoordinator(strategy)
@@ -574,7 +572,7 @@ def test_numbers_of_four_bits_travel() -> None:
 
 
 @pytest.mark.exhaustive
-def test_why_a_server_ends_each_time_is_in_the_error() -> None:
+def test_the_error_says_why_a_server_keeps_ending() -> None:
     """An update that needs more memory than there is."""
     strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine="processes")
     coordinator = ClusterCoordinator(strategy)

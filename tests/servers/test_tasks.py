@@ -48,7 +48,7 @@ WRONG: list[tuple[dict[str, Any], str | None, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("cluster", "task", "others", "words"), WRONG)
-def test_a_cluster_that_cannot_be_is_one_line(
+def test_an_invalid_cluster_is_refused_in_one_line(
     cluster: dict[str, Any], task: str | None, others: dict[str, Any], words: str
 ) -> None:
     """Roles as in TensorFlow, and arguments that contradict them, before Ray is asked for."""
@@ -96,7 +96,7 @@ def test_a_task_with_another_jax_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         Cluster("127.0.0.1:2222").child("worker", 1)
 
 
-def test_who_waits_for_another_machine_says_so(
+def test_waiting_for_another_machine_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A task for a chief that does not listen, and a worker that Ray has no place for."""

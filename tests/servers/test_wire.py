@@ -51,7 +51,7 @@ def test_a_message_comes_as_it_was_sent(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 77, 1 << 18])
-def test_an_array_that_has_come_is_used_where_it_is(size: int) -> None:
+def test_a_received_array_is_used_without_a_copy(size: int) -> None:
     """JAX does not copy it to a CPU, which would take longer than the message."""
     array = np.arange(size, dtype=np.float32)
     got = unpacked(b"".join(Message("name", [], [array, array]).packed())).arrays[1]

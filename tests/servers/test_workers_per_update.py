@@ -118,7 +118,7 @@ def test_the_share_of_a_lost_worker_is_run_again(monkeypatch: pytest.MonkeyPatch
     assert (coordinator.stats.version, sum(coordinator.stats.applied)) == (2, 4)
 
 
-def test_what_workers_cannot_do_alone_is_refused() -> None:
+def test_steps_that_need_other_replicas_are_refused() -> None:
     """Values of all replicas in the middle of a step, a bound of staleness, and padded batches."""
     with pytest.raises(ValueError, match="max_staleness=1 with workers_per_update=2"):
         in_sync(2, max_staleness=1)
