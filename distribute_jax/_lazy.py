@@ -33,10 +33,10 @@ def lazy_exports(
     parts in ``core`` are imported together. Names are cached in the namespace.
     """
     package, module = namespace["__package__"], namespace["__name__"]
-    home = {name: part or name for part, names in parts.items() for name in names}
+    part_of = {name: part or name for part, names in parts.items() for name in names}
 
     def load(name: str) -> Any:
-        if name not in home:
+        if name not in part_of:
             raise attribute_error(
                 module.replace("distribute_jax", "dj"),
                 f"module {module!r}",
@@ -45,11 +45,11 @@ def lazy_exports(
             )
         # All names of a part are published: a user may get an object of a class that was never accessed.
         loaded: dict[str, Any] = {}
-        for part in core if home[name] in core else (home[name],):
+        for part in core if part_of[name] in core else (part_of[name],):
             members = vars(importlib.import_module(f"{package}.{part}"))
             loaded |= {each: members[each] for each in parts.get(part, ()) if each in members}
-        found = sys.modules[f"{package}.{home[name]}"]
-        loaded[name] = found if home[name] == name else getattr(found, name)
+        imported = sys.modules[f"{package}.{part_of[name]}"]
+        loaded[name] = imported if part_of[name] == name else getattr(imported, name)
         namespace.update(loaded)
         publish(namespace, loaded, module)
         return namespace[name]
@@ -75,10 +75,10 @@ def publish(namespace: dict[str, Any], names: Iterable[str], module: str) -> Non
     """
     for name in names:
         value = namespace.get(name)
-        home = str(getattr(value, "__module__", ""))
-        package, *inner = home.split(".")
+        origin = str(getattr(value, "__module__", ""))
+        package, *inner = origin.split(".")
         is_private = any(part.startswith("_") for part in inner)
-        if package == "distribute_jax" and (is_private or home == namespace["__name__"]):
+        if package == "distribute_jax" and (is_private or origin == namespace["__name__"]):
             value.__module__ = module
             if isinstance(value, type):
                 check_methods(value)

@@ -72,17 +72,16 @@ def uneven_to_joined(parts: Sequence[Any], mesh: Mesh) -> PerReplica:
 
 
 def _joined(parts: Sequence[Any], device: jax.Device) -> jax.Array:
-    there = jax.device_put(list(parts), device)
+    placed = jax.device_put(list(parts), device)
     with outside_mesh():
-        return there[0] if len(there) == 1 else jnp.concatenate(there)
+        return placed[0] if len(placed) == 1 else jnp.concatenate(placed)
 
 
 def _padded_parts(parts: Sequence[Any], counts: Sequence[int], share: int) -> list[Any]:
     rows = padded_rows(counts, share).reshape(len(parts), share)
     owners = np.searchsorted(np.cumsum(counts), rows[:, 0], side="right")
     first = np.cumsum(counts) - counts
-    # Inside scope() the mesh context would refuse any computation on one device.
-    with jax.set_mesh(None):
+    with outside_mesh():
         return [
             part if count == share else parts[owner][rows[i] - first[owner]]
             for i, (part, count, owner) in enumerate(zip(parts, counts, owners, strict=True))

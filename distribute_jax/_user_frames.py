@@ -74,14 +74,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _without_library(traceback: TracebackType | None) -> TracebackType | None:
-    kept: list[TracebackType] = []
+    frames: list[TracebackType] = []
     hidden = False
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
         hidden = file.startswith(_PACKAGE) or (hidden and file == _CONTEXTLIB)
         if not hidden:
-            kept.append(traceback)
+            frames.append(traceback)
         traceback = traceback.tb_next
-    for entry in reversed(kept):
+    for entry in reversed(frames):
         traceback = TracebackType(traceback, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
     return traceback

@@ -167,7 +167,6 @@ class PerReplica(DistributedValues):
     def values(self) -> tuple[jax.Array, ...]:
         """This process's parts in replica order, each on its device, uncommitted, without padding."""
         self.check_rows_known()
-        # Inside scope() the mesh context would refuse any computation on one shard.
         with reading(self), outside_mesh():
             shards = _local_shards(self.global_array, self.mesh)
             return tuple(uncommitted(self._real_part(i, shard)) for i, shard in shards)

@@ -166,7 +166,7 @@ def log_default_strategy() -> None:
 def log_no_tpu(caller: str) -> None:
     """Logs that there is no TPU, unless devices are simulated."""
     devices = jax.local_devices()
-    if devices[0].platform != "tpu" and not _wanted_host_devices():
+    if devices[0].platform != "tpu" and not _requested_host_devices():
         log_once(
             "%s found no TPU and uses %d %s device(s). On a TPU VM install jax[tpu]; to try the program on "
             "this machine call dj.simulate(8) right after the imports; for GPUs make a "
@@ -179,18 +179,18 @@ def log_no_tpu(caller: str) -> None:
 
 def log_flags_too_late() -> None:
     """Logs that XLA_FLAGS asks for more host devices than JAX has."""
-    wanted, devices = _wanted_host_devices(), jax.local_device_count()
-    if wanted > devices and jax.local_devices()[0].platform == "cpu":
+    requested, devices = _requested_host_devices(), jax.local_device_count()
+    if requested > devices and jax.local_devices()[0].platform == "cpu":
         log_once(
             "XLA_FLAGS asks for %d host devices, and JAX has %d: it was set after JAX had started, which "
             "reads it once. Set it before Python starts, or call dj.simulate(%d) right after the imports.",
-            wanted,
+            requested,
             devices,
-            wanted,
+            requested,
         )
 
 
-def _wanted_host_devices() -> int:
+def _requested_host_devices() -> int:
     """Returns how many CPU devices the user has asked for; 0 for JAX's default."""
     config: Any = jax.config
     if config.jax_num_cpu_devices > 0:  # set by dj.simulate; it wins over XLA_FLAGS
