@@ -42,7 +42,7 @@ LIBRARY = str(Path(dj.__file__).parent)
 SECONDS = 60
 """A case that takes longer hangs; most take a hundredth of a second, and a machine may be busy."""
 
-LEFT_OUT = {
+EXCLUDED = {
     "SidecarEvaluator.start": "waits for checkpoints as long as its process lives",
     **dict.fromkeys(
         [
@@ -54,7 +54,7 @@ LEFT_OUT = {
     ),
     "LocalCluster.run": "starts processes, for which tests/testing has its own bad functions",
 }
-BY_LIBRARY = frozenset(
+MADE_BY_LIBRARY = frozenset(
     [
         "ArrayDataset",
         "ClusterResolver",
@@ -400,7 +400,7 @@ def targets() -> list[Target]:
         owner = classes.get(before)
         call = getattr(owner, last, None) if owner else public.value
         is_hook = last.startswith("on_") or last in ("set_model", "set_params")  # fit calls it
-        if name in LEFT_OUT or is_hook or not _is_called(owner, last, call):
+        if name in EXCLUDED or is_hook or not _is_called(owner, last, call):
             continue
         is_method = owner is not None and not isinstance(
             inspect.getattr_static(owner, last), (classmethod, staticmethod)
@@ -416,7 +416,7 @@ def targets() -> list[Target]:
 
 def _is_called(owner: type | None, last: str, call: Any) -> bool:
     if inspect.isclass(call):
-        of_users = not issubclass(call, (BaseException, enum.Enum)) and last not in BY_LIBRARY
+        of_users = not issubclass(call, (BaseException, enum.Enum)) and last not in MADE_BY_LIBRARY
         return of_users and inspect.isfunction(call.__init__)
     return last != "__init__" and (inspect.isfunction(call) or inspect.ismethod(call))
 
