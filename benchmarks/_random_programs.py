@@ -31,62 +31,49 @@ class Options:
 FULL = Options()
 QUICK = Options(programs=60)
 
-Look = Callable[[Any, Counter[str], Counter[str]], bool]
+Judge = Callable[[Any, Counter[str], Counter[str]], bool]
 """Judges a program, and adds to figures and causes; False if the program cannot run."""
 
 
-def measured(kind: str, programs: SearchStrategy[Any], look: Look, options: Options) -> Log:
+_SETTINGS = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+def count_verdicts(kind: str, programs: SearchStrategy[Any], judge: Judge, options: Options) -> Log:
     """Returns the figures and causes of programs from fixed seeds."""
     log, figures, causes = Log(), Counter[str](), Counter[str]()
     log.start()
     start = options.start
     while figures["programs"] < options.programs:
-        _draw(options.programs - figures["programs"], start, programs, look, figures, causes)
+
+        @seed(start)
+        @settings(
+            _SETTINGS,
+            max_examples=options.programs - figures["programs"],
+            phases=[Phase.generate],
+        )
+        @given(programs)
+        def draw(statements: Any) -> None:
+            if not judge(statements, figures, causes):
+                reject()
+
+        draw()
         start += 1
     log.add(kind, **figures)
     log.add("causes", **dict(causes.most_common(12)))
     return log
 
 
-def _draw(
-    number: int,
-    start: int,
-    programs: SearchStrategy[Any],
-    look: Look,
-    figures: Counter[str],
-    causes: Counter[str],
-) -> None:
-    @seed(start)
-    @settings(
-        max_examples=number,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(programs)
-    def draw(statements: Any) -> None:
-        if not look(statements, figures, causes):
-            reject()
-
-    draw()
-
-
-def searched(examples: int, programs: SearchStrategy[Any], look: Look, never: str) -> Counter[str]:
+def check_random_programs(
+    examples: int, programs: SearchStrategy[Any], judge: Judge, never: str
+) -> Counter[str]:
     """Returns the figures of random programs; fails, with the smallest one, if any counts as ``never``."""
     figures: Counter[str] = Counter()
 
-    @settings(
-        max_examples=examples,
-        derandomize=examples < 100,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(_SETTINGS, max_examples=examples, derandomize=examples < 100)
     @given(programs)
     def search(statements: Any) -> None:
         new: Counter[str] = Counter()
-        runs = look(statements, new, Counter())
+        runs = judge(statements, new, Counter())
         assert not new[never], never
         figures.update(new)
         if not runs:

@@ -23,7 +23,7 @@ from jax import lax
 
 from benchmarks._benchmark import Benchmark, Row, main
 from benchmarks._harness import Log, counted, table
-from benchmarks._random_programs import FULL, QUICK, Options, measured
+from benchmarks._random_programs import FULL, QUICK, Options, count_verdicts
 from benchmarks._row_programs import WIDTH, Setting, Statement, outputs_of, row_programs
 from distribute_jax._padding import padded_rows
 from distribute_jax.collectives._markers import real_rows
@@ -174,7 +174,9 @@ def count(judged: Judged, figures: Counter[str], causes: Counter[str]) -> None:
             causes[re.sub(r" at \S+$", "", where)] += 1
 
 
-def look(statements: list[Statement], figures: Counter[str], causes: Counter[str]) -> bool:
+def judge_and_count(
+    statements: list[Statement], figures: Counter[str], causes: Counter[str]
+) -> bool:
     """Proves and runs a program, and counts; False where it cannot run."""
     judged = judge(statements)
     if judged is not None:
@@ -184,7 +186,7 @@ def look(statements: list[Statement], figures: Counter[str], causes: Counter[str
 
 def measure(options: Options) -> Log:
     """Counts verdicts on random programs from fixed seeds."""
-    return measured("padding", row_programs, look, options)
+    return count_verdicts("padding", row_programs, judge_and_count, options)
 
 
 def report(log: Log) -> str:

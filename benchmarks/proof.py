@@ -25,7 +25,7 @@ import distribute_jax as dj
 from benchmarks._benchmark import Benchmark, Row, main
 from benchmarks._harness import Log, counted, table
 from benchmarks._programs import N, Statement, Values, outputs_of, programs
-from benchmarks._random_programs import FULL, QUICK, Options, measured
+from benchmarks._random_programs import FULL, QUICK, Options, count_verdicts
 from distribute_jax.program._replication import prove
 
 W = np.array([0.5, -1.25, 2.0, 1.5], np.float32)
@@ -100,7 +100,9 @@ def _cause(source: str) -> str:
     return "the per-replica argument" if name == "x" else name
 
 
-def look(statements: list[Statement], figures: Counter[str], causes: Counter[str]) -> bool:
+def judge_and_count(
+    statements: list[Statement], figures: Counter[str], causes: Counter[str]
+) -> bool:
     """Proves and runs a program, and counts; False where it cannot run."""
     try:
         judged = judge(statements)
@@ -114,7 +116,7 @@ def look(statements: list[Statement], figures: Counter[str], causes: Counter[str
 
 def measure(options: Options) -> Log:
     """Counts verdicts on random programs from fixed seeds."""
-    return measured("proof", programs, look, options)
+    return count_verdicts("proof", programs, judge_and_count, options)
 
 
 def report(log: Log) -> str:

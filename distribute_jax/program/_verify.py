@@ -223,9 +223,8 @@ class _Comparison:
                 continue
             each, alone = (np.asarray(on_host(value), np.float64) for value in (many[k], one[k]))
             if alone and np.isclose(each.mean(), alone, 1e-3):
-                log_once(
-                    _MEAN, self.entry.step, name, self._replicas, about=(self.entry.step, name)
-                )
+                step = self.entry.step
+                log_once(_MEAN, step, name, self._replicas, about=(step, name))
 
     def differences(self) -> tuple[list[str], list[str]]:
         """Returns a line for each output that differs, and for each that changed too little to compare.
@@ -233,16 +232,16 @@ class _Comparison:
         Outputs that are not equal at the step's precision are compared in float64. Differences no larger
         than those from rounding the inputs are ignored.
         """
-        differing = self._underived(self._judged(self._native, self.chosen))
+        differing = self._without_derived(self._compare(self._native, self.chosen))
         if differing:
             # Often a few entries, such as gradients near 0, are rounding. Nudging compiles no program.
             near = [self._nudged(self._native, times) for times in _NUDGES[:2]]
-            differing = self._judged(self._native, differing, near=near)
+            differing = self._compare(self._native, differing, near=near)
             noise = [k for k, (verdict, _) in differing.items() if verdict is Verdict.NOISE]
             if not self._strict and 2 * len(noise) < len(self.chosen):
                 # This precision shows no more of them, and the other outputs are enough.
-                differing = {k: seen for k, seen in differing.items() if k not in noise}
-            differing = self._underived(differing)
+                differing = {k: item for k, item in differing.items() if k not in noise}
+            differing = self._without_derived(differing)
         if not differing:
             return [], []
         try:
@@ -250,12 +249,13 @@ class _Comparison:
                 exact = self._in_float64()
                 unequal = self._unequal(exact, differing, _EXACT, 8 * self._spacing)
                 if 2 * len(unequal) < len(self.chosen):
-                    inexact = self._with_inexact_terms(exact)
-                    unequal = self._unequal(inexact, unequal, _EXACT, _EXACT)
-                far = self._judged(exact, unequal, OTHER_ORDER, only=Verdict.UNEQUAL)
+                    flat = self._native.flat
+                    run, _ = in_float64(self.call, self.entry, flat, inexact_terms=True)
+                    unequal = self._unequal(exact._replace(run=run), unequal, _EXACT, _EXACT)
+                far = self._compare(exact, unequal, OTHER_ORDER, only=Verdict.UNEQUAL)
             # If they are far apart in float64 only, some operation means something else there.
-            seen = self._judged(self._native, far, OTHER_ORDER)
-            unequal = {k: line for k, line in unequal.items() if k in seen or k not in far}
+            confirmed = self._compare(self._native, far, OTHER_ORDER)
+            unequal = {k: line for k, line in unequal.items() if k in confirmed or k not in far}
             small = []
         except Exception as error:  # no device computes everything in float64
             _log.debug("%s is not compared in float64: %r", self.entry.step, error)
@@ -263,13 +263,13 @@ class _Comparison:
             small = [text for k, (_, text) in differing.items() if k not in unequal]
         return [text for _, text in unequal.values()], small
 
-    def _underived(self, differing: _Differing) -> _Differing:
+    def _without_derived(self, differing: _Differing) -> _Differing:
         """Drops the outputs that both programs compute by the same equations from equal outputs."""
         program, plan = self.entry.program, self.entry.program.plan
         mirrored = [*(rule is Combine.MIRRORED for rule in plan.combine), *plan.mirrored]
         equal = [k for k in self.chosen if k not in differing and mirrored[k]]
         dropped = derived(self.call, program.traced, self.single.program.traced, equal)
-        return {k: seen for k, seen in differing.items() if k not in dropped or not mirrored[k]}
+        return {k: item for k, item in differing.items() if k not in dropped or not mirrored[k]}
 
     def _in_float64(self) -> _Outcomes:
         run, flat = in_float64(self.call, self.entry, self._native.flat)
@@ -278,10 +278,6 @@ class _Comparison:
             run_one, flat_one = in_float64(self._single_call, self.single, self._single_flat)
             one = as_read(self.single, run_one(flat_one))
         return _Outcomes(run, flat, self._before(flat), many, one)
-
-    def _with_inexact_terms(self, exact: _Outcomes) -> _Outcomes:
-        run, _ = in_float64(self.call, self.entry, self._native.flat, inexact_terms=True)
-        return exact._replace(run=run)
 
     def _before(self, flat: list[Any]) -> list[Any]:
         before: list[Any] = [0.0 if i is None else flat[i] for i in self._old]
@@ -295,20 +291,20 @@ class _Comparison:
         An entry may differ by ``relative`` of its change; or by ``nudged`` of it, besides what nudging the
         inputs changes.
         """
-        unequal = self._judged(outcomes, indices, relative, only=Verdict.UNEQUAL)
+        unequal = self._compare(outcomes, indices, relative, only=Verdict.UNEQUAL)
         near: list[list[Any]] = []
         for times in _NUDGES:
             if not unequal:
                 break
             near.append(self._nudged(outcomes, times))
-            unequal = self._judged(outcomes, unequal, nudged, near, only=Verdict.UNEQUAL)
+            unequal = self._compare(outcomes, unequal, nudged, near, only=Verdict.UNEQUAL)
         return unequal
 
     def _nudged(self, outcomes: _Outcomes, times: int) -> list[Any]:
         run, flat, *_ = outcomes
         return as_read(self.entry, nudged_outcome(run, flat, times * self._spacing, self._old))
 
-    def _judged(
+    def _compare(
         self,
         outcomes: _Outcomes,
         indices: Iterable[int],
@@ -324,12 +320,12 @@ class _Comparison:
                 continue
             left = on_host(outcomes.many[k])
             noise = noise_of(left, (on_host(outs[k]) for outs in near))
-            verdict, text = self._judgement(outcomes, k, left, relative, noise)
+            verdict, text = self._compare_output(outcomes, k, left, relative, noise)
             if verdict is not Verdict.EQUAL and only in (None, verdict):
                 differing[k] = verdict, f"{names[k]}: {text}"
         return differing
 
-    def _judgement(
+    def _compare_output(
         self, outcomes: _Outcomes, k: int, left: Array, relative: float | None, noise: float
     ) -> tuple[Verdict, str]:
         right, eps = on_host(outcomes.one[k]), spacing_of(outcomes.many[k])

@@ -200,6 +200,15 @@ def test_an_undecided_leak_is_found_by_a_later_check(s4: dj.MirroredStrategy):
         s4.run(step, args=(later,))
 
 
+def test_rows_summed_over_the_replicas_are_not_proved_to_ignore_padding(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
+):
+    """They belong to no example, and cannot be cut to the real ones."""
+    _, partial = s4.distribute_dataset(batches(8, 5))
+    s4.run(lambda x: total(jnp.where(mask()[:, None], x, 0)), args=(partial,))
+    assert "result depends on all rows of a share" in caplog.text
+
+
 def test_a_step_that_is_not_deterministic_is_not_a_leak(s4: dj.MirroredStrategy):
     rng = np.random.default_rng(0)
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import distribute_jax as dj
-from benchmarks._random_programs import searched
+from benchmarks._random_programs import check_random_programs
 
 SIZE, LAYERS, ROWS = 8, 4, 3
 
@@ -348,6 +348,6 @@ def test_sharded_parameters_have_the_numbers_of_replicated_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("distribute_jax.program._placement.LEAST_ELEMENTS", 1)
-    figures = searched(300, programs, compare, never="other numbers")
+    figures = check_random_programs(300, programs, compare, never="other numbers")
     # Where XLA fuses otherwise, the last bit is another.
     assert figures["bitwise"] >= 0.9 * figures["programs"] - 1
