@@ -81,22 +81,22 @@ def compared(
         return Verdict.UNEQUAL
     eps = eps or float(np.finfo(right.dtype).eps)
     left, right, old = finite(left), finite(right), finite(np.broadcast_to(old, right.shape))
-    moved, apart = np.abs(right - old), np.abs(left - right)
+    change, gap = np.abs(right - old), np.abs(left - right)
     spacing = 2 * eps * np.maximum(np.abs(right), np.abs(old))
     # The terms of a sum may be as large as other entries' changes, and so are their rounding errors.
-    floor = spacing + 16 * eps * largest(moved)
-    if np.any(apart > floor + noise + (_SPACINGS * eps if relative is None else relative) * moved):
+    floor = spacing + 16 * eps * largest(change)
+    if np.any(gap > floor + noise + (_SPACINGS * eps if relative is None else relative) * change):
         return Verdict.UNEQUAL
     # A change of at least four floors is distinguishable from half or twice of it; so is a smaller one that
     # agrees in its leading digits.
-    agrees = (moved >= 4 * spacing) & (apart <= 0.01 * moved)
+    agrees = (change >= 4 * spacing) & (gap <= 0.01 * change)
 
     def is_hidden(floor: Array) -> bool:
-        small = (moved < 4 * floor) & ~agrees & ((moved > 0) | (apart > 0))
+        small = (change < 4 * floor) & ~agrees & ((change > 0) | (gap > 0))
         if every:
             return bool(_ENTRIES_PER_SMALL_ONE * np.count_nonzero(small) > small.size)
-        changes = np.maximum(moved, apart) ** 2
-        return bool(2 * np.sum(changes[small]) > np.sum(changes))
+        squares = np.maximum(change, gap) ** 2
+        return bool(2 * np.sum(squares[small]) > np.sum(squares))
 
     if is_hidden(floor):
         return Verdict.TOO_SMALL
@@ -181,15 +181,15 @@ def difference(
     with np.errstate(invalid="ignore"):
         total = parts.astype(wide).sum(0)
     # The rounding errors of a sum are as large as those of its terms.
-    exact = 16 * eps * np.abs(finite(parts)).sum(0) + relative * np.abs(finite(one)) + noise
+    tolerance = 16 * eps * np.abs(finite(parts)).sum(0) + relative * np.abs(finite(one)) + noise
     if not np.issubdtype(one.dtype, np.inexact):
-        exact = np.zeros(())
+        tolerance = np.zeros(())
     off = {}
     for name, value in (("sum", total), ("mean", total / len(parts))):
-        apart = np.abs(finite(value) - finite(one))
-        if same_specials(value, one) and np.all(apart <= exact):
+        gap = np.abs(finite(value) - finite(one))
+        if same_specials(value, one) and np.all(gap <= tolerance):
             return None
-        off[name] = f"{largest(apart):.3g}" if same_specials(value, one) else "nan"
+        off[name] = f"{largest(gap):.3g}" if same_specials(value, one) else "nan"
     return _INCOMPARABLE.format(**off)
 
 

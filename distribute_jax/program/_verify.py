@@ -415,11 +415,11 @@ def _unequal_text(left: Array, right: Array, old: Array, replicas: int) -> str:
     if not same_specials(left, right):
         return "has NaNs or infinities in other places than on one device"
     left, right, old = finite(left), finite(right), finite(old)
-    apart = np.abs(left - right)
-    most = int(np.argmax(apart))
+    gap = np.abs(left - right)
+    most = int(np.argmax(gap))
     change = float(np.abs(right - old).flat[most])
     ratio = _ratio(left - old, right - old, replicas)
-    return f"differs by up to {float(apart.flat[most]):.3g}" + (
+    return f"differs by up to {float(gap.flat[most]):.3g}" + (
         ratio or f", where one device changes it by {change:.3g}"
     )
 
