@@ -43,8 +43,13 @@ from distribute_jax.program._options import RunOptions
 from distribute_jax.program._padding_proof import padding_leaks
 from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import Program, build
-from distribute_jax.program._result_rows import Unknown, per_example_results, shares, traced_larger
-from distribute_jax.program._trace import Call, Traced, batch_share
+from distribute_jax.program._result_rows import (
+    Unknown,
+    per_example_results,
+    share_sizes,
+    traced_larger,
+)
+from distribute_jax.program._trace import Call, Traced
 
 _LEAK = """\
 The padding of a partial batch {does} what the step computes:
@@ -287,7 +292,7 @@ def _error(
     call: Call, entry: BoundProgram, does: str, lines: list[str], how: str
 ) -> PaddingLeakError:
     counts = call.arguments.counts or ()
-    rows = batch_share(call.arguments, shares(call)) * len(counts)
+    rows = share_sizes(call)[0] * len(counts)
     norms = _written_batch_norms(entry)
     more = _NORMS.format(lines=listed(norms)) if norms else ""
     text = _LEAK.format(does=does, lines=listed(lines), real=sum(counts), rows=rows, how=how)

@@ -69,7 +69,7 @@ def share_sizes(call: Call) -> tuple[int, int]:
     Three times the length can be divided where the length can, as into microbatches, and hardly any number
     that is computed from the length stays the same.
     """
-    share = batch_share(call.arguments, shares(call))
+    share = batch_share(call.arguments, [call.share_of(value) for value in call.arguments.data])
     return share, 3 * share if share else cores_per_replica(call.mesh)
 
 
@@ -104,11 +104,6 @@ def _is_per_example(name: str, shape: Any, other: Any, rows: tuple[int, int]) ->
 
 def _result_shapes(traced: Any, state: int) -> list[tuple[int, ...]]:
     return [tuple(var.aval.shape) for var in traced.jaxpr.jaxpr.outvars[state:]]
-
-
-def shares(call: Call) -> list[Any]:
-    """Returns the abstract value of each data leaf as one replica sees it."""
-    return [call.share_of(value) for value in call.arguments.data]
 
 
 def wrap_partial(call: Call, entry: BoundProgram, arrays: Sequence[Any]) -> Any:
