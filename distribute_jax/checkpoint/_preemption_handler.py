@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
+
 from distribute_jax._checks import check_number
-from distribute_jax._errors import ArgumentError
+from distribute_jax._errors import ArgumentError, MissingPackageError, ServiceError
 from distribute_jax._supervision import GRACE_SECONDS, SAVED
 from distribute_jax.checkpoint._manager import CheckpointManager, save_last
 from distribute_jax.checkpoint._save_load import check_place
+from distribute_jax.cluster_resolver._http import metadata_server
 from distribute_jax.processes import Preemption
+from distribute_jax.processes._preemption import TERMINATED
 from distribute_jax.processes._status import report_step
 
 _R = TypeVar("_R")
@@ -26,19 +32,36 @@ _MARGIN_STEPS = 6
 _POLL_SECONDS = 1.0
 """How late that may be seen."""
 
+_PRODUCT_NAME = Path("/sys/class/dmi/id/product_name")
+"""Where Linux shows the kind of machine. Asking the metadata server would cost other machines a timeout."""
+_COMPUTE_ENGINE = "Google Compute Engine"
+_COMPUTE_ENGINE_GRACE_SECONDS = 3600.0
+"""How long before it stops a VM with GPUs Compute Engine announces that."""
+_MAINTENANCE_EVENT = "/instance/maintenance-event"
+_METADATA_SECONDS = 5.0
+_LOG = logging.getLogger("distribute_jax")
+
 
 @dataclass(frozen=True)
 class TerminationConfig:
     """How :class:`PreemptionCheckpointHandler` notices that a process will be ended, and what it does then.
 
+    An argument that is None has the default of the platform. On a Google Compute Engine VM with GPUs the
+    metadata server announces an hour before that the host will be stopped for maintenance; the defaults
+    there use that hour. The end of any other machine is noticed by SIGTERM.
+
     Args:
         termination_watcher_fn: called each second in another thread; True means that this process will be
-            ended. SIGTERM to the process means so too.
-        exit_fn: called after the last save; ``sys.exit(42)`` if None, by which ``distribute-jax launch``
-            knows to start the job again.
-        grace_period: the seconds between the notice and the end of the process, at least. With 0 or None,
+            ended. SIGTERM to the process means so too. If None, on a Compute Engine VM with GPUs: True once
+            the metadata server's ``instance/maintenance-event`` is ``TERMINATE_ON_HOST_MAINTENANCE``, for
+            which ``distribute-jax[gcp]`` must be installed; elsewhere only SIGTERM counts.
+        exit_fn: called after the last save; if None, the program exits with code 42, by which
+            ``distribute-jax launch`` knows to start the job again; with 143 on a Compute Engine VM with
+            GPUs, unless SIGTERM was the notice.
+        grace_period: the seconds between the notice and the end of the process, at least. With 0
             the processes save once and exit. With more they save, go on training, and save once more when
-            little time is left: 6 mean steps, and the time that the first save took.
+            little time is left: 6 mean steps, and the time that the first save took. If None, 3600 on a
+            Compute Engine VM with GPUs, unless SIGTERM was the notice; otherwise 0.
         save_fn: called in place of saving, with the arguments of ``save_checkpoint_if_preempted``.
 
     Raises:
@@ -112,14 +135,21 @@ class PreemptionCheckpointHandler:
         if not isinstance(checkpoint_dir, CheckpointManager):
             checkpoint_dir = CheckpointManager(checkpoint_dir, max_to_keep=1)
         self._manager = checkpoint_dir
-        self._config = termination_config or TerminationConfig()
-        self._grace = self._config.grace_period or 0.0
+        self._config = config = termination_config or TerminationConfig()
+        on_compute_engine = _is_compute_engine_with_gpu()
+        self._sigterm_grace = self._grace = config.grace_period or 0.0
+        if config.grace_period is None and on_compute_engine:
+            self._grace = _COMPUTE_ENGINE_GRACE_SECONDS
+        self._exit_code = TERMINATED if on_compute_engine else SAVED
+        watcher = config.termination_watcher_fn
+        if watcher is None and on_compute_engine:
+            watcher = _maintenance_watcher()
         self._run_calls = self._manager.restore_latest(self._tree) or 0
         self._timed, self._mean_seconds = 0, 0.0
         self._is_last = not self._grace
         self._preemption: Preemption | None
         self._leave: Callable[[], object]
-        self._watch(self._config.termination_watcher_fn)
+        self._watch(watcher)
         report_step(self._run_calls)
 
     @property
@@ -176,11 +206,14 @@ class PreemptionCheckpointHandler:
             save_last(self._manager, self._run_calls, self._tree)
         self._leave()
         self._preemption = None
+        if preemption.by_sigterm:
+            self._exit_code = SAVED
+            self._is_last |= not self._sigterm_grace
         if not self._is_last:
             self._is_last = True
             self._watch(self._short_of_time(preemption.requested_at))
         elif self._config.exit_fn is None:
-            raise SystemExit(SAVED)
+            raise SystemExit(self._exit_code)
         else:
             self._config.exit_fn()
 
@@ -194,7 +227,9 @@ class PreemptionCheckpointHandler:
         return lambda: time.monotonic() > limit
 
     def _watch(self, watcher: Callable[[], bool] | None) -> None:
-        preemption = Preemption(max(self._grace, GRACE_SECONDS), watcher)
+        preemption = Preemption(
+            max(self._sigterm_grace, GRACE_SECONDS), watcher, max(self._grace, GRACE_SECONDS)
+        )
         # Called where the handler is dropped too: then SIGTERM has its usual effect again.
         self._leave = weakref.finalize(self, _leave, preemption)
         self._preemption = preemption.__enter__()
@@ -203,3 +238,37 @@ class PreemptionCheckpointHandler:
 def _leave(preemption: Preemption) -> None:
     if threading.current_thread() is threading.main_thread():  # only there can a signal be set
         preemption.__exit__(SystemExit)
+
+
+def _is_compute_engine_with_gpu() -> bool:
+    try:
+        product = _PRODUCT_NAME.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux, or not a PC
+        return False
+    return product.strip() == _COMPUTE_ENGINE and _has_gpu()
+
+
+def _has_gpu() -> bool:
+    return any(device.platform == "gpu" for device in jax.local_devices())
+
+
+def _maintenance_watcher() -> Callable[[], bool] | None:
+    """Returns a function that asks whether this VM will be stopped; None without ``requests``."""
+    try:
+        server = metadata_server(_METADATA_SECONDS)
+    except MissingPackageError as error:
+        _LOG.warning("Maintenance of this Compute Engine VM will not be noticed. %s", error)
+        return None
+    has_warned = False
+
+    def will_be_stopped() -> bool:
+        nonlocal has_warned
+        try:
+            return server.text(_MAINTENANCE_EVENT).strip() == "TERMINATE_ON_HOST_MAINTENANCE"
+        except ServiceError as error:  # it may answer at the next poll
+            if not has_warned:
+                _LOG.warning("Maintenance of this VM is not noticed at present: %s", error)
+            has_warned = True
+            return False
+
+    return will_be_stopped

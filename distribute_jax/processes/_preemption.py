@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import os
 import signal
@@ -24,6 +25,7 @@ TERMINATED = 143
 
 _POLL_SECONDS = 0.2
 _WATCHER_SECONDS = 1.0
+_SIGTERM = "SIGTERM"
 _DEAF = (
     "SIGTERM will not be noticed by this loop: the program has its own handler for it, or the loop runs in "
     "another thread than the main one. Leave SIGTERM alone, or pass a termination_watcher_fn."
@@ -38,20 +40,29 @@ class Preemption:
     The request is SIGTERM to any process, or comes from a function that asks the platform. At each
     boundary between two steps the loop asks :meth:`reached`. Whichever process got it, all stop at the
     same step: each says how far it is and waits at its next boundary until all have; they stop at the
-    first boundary that none has passed. A process that got a request ends in any case after the grace period.
+    first boundary that none has passed. A process that got a request ends in any case after the grace
+    period, which may be another one if the request is the watcher's.
     """
 
     def __init__(
-        self, grace_seconds: float, termination_watcher_fn: Callable[[], bool] | None = None
+        self,
+        grace_seconds: float,
+        termination_watcher_fn: Callable[[], bool] | None = None,
+        watcher_grace_seconds: float | None = None,
     ) -> None:
         self._grace = grace_seconds
         self._watcher = termination_watcher_fn
+        self._watcher_grace = (
+            grace_seconds if watcher_grace_seconds is None else watcher_grace_seconds
+        )
         self._job = current_job()
         self._folder = f"preempt/{next(_blocks)}/"
         self._changed = threading.Condition()
         self._is_signalled = False
         self.requested_at: float | None = None
         """When this process got a request, on the clock of ``time.monotonic()``."""
+        self.by_sigterm = False
+        """True if a process got SIGTERM; the same on all processes once the step is reached."""
         self._deadline: threading.Timer | None = None
         self._step = 0
         self._is_waiting = False
@@ -88,6 +99,7 @@ class Preemption:
         """Returns whether to save now and exit: on all processes after the same step, at most once."""
         self._step = step
         if self._job.is_alone:
+            self.by_sigterm = self._is_signalled
             return self.requested_at is not None
         if self._is_waiting:
             with self._changed, doing("agreeing on a step to stop at"):
@@ -96,15 +108,17 @@ class Preemption:
 
     def _on_sigterm(self) -> None:
         self._is_signalled = True
-        self._request("SIGTERM")
+        self._request(_SIGTERM, self._grace)
 
-    def _request(self, reason: str) -> None:
-        message = f"{reason}: {self._grace:g} s of grace are over, and nothing was saved since. Not saved."
+    def _request(self, reason: str, grace: float) -> None:
+        message = (
+            f"{reason}: {grace:g} s of grace are over, and nothing was saved since. Not saved."
+        )
         with self._changed:
             # A timer that starts when the block has ended would end what the program does next.
             if self.requested_at is not None or self._ended.is_set():
                 return
-            self._deadline = threading.Timer(self._grace, self._expire, args=(message,))
+            self._deadline = threading.Timer(grace, self._expire, args=(message,))
             self._deadline.daemon = True
             self._deadline.start()
             self.requested_at = time.monotonic()
@@ -119,7 +133,7 @@ class Preemption:
     def _watch(self, watcher: Callable[[], bool]) -> None:
         while not self._ended.wait(_WATCHER_SECONDS):
             if watcher():
-                self._request("termination_watcher_fn")
+                self._request("termination_watcher_fn", self._watcher_grace)
                 return
 
     def _agree(self) -> None:
@@ -135,12 +149,15 @@ class Preemption:
     def _is_decided(self) -> bool:
         """Publishes how far this process is; returns whether it is known where all stop, if they do."""
         entries = self._job.store.under(self._folder)
-        if any(key.startswith("requested/") for key in entries) and not self._is_waiting:
+        reasons = [text for key, text in entries.items() if key.startswith("requested/")]
+        if reasons and not self._is_waiting:
             self._is_waiting = True  # first, so that the loop does not pass another boundary unseen
-            self._put(f"at/{self._job.index}", str(self._step))
-        steps = [int(step) for key, step in entries.items() if key.startswith("at/")]
-        if len(steps) == self._job.count:
-            self._stop_at = max(steps) + 1
+            self._put(f"at/{self._job.index}", json.dumps([self._step, _SIGTERM in reasons]))
+        positions = [json.loads(text) for key, text in entries.items() if key.startswith("at/")]
+        if len(positions) == self._job.count:
+            # From these and not the requests, of which processes may have seen different ones.
+            self.by_sigterm = any(saw_sigterm for _, saw_sigterm in positions)
+            self._stop_at = max(step for step, _ in positions) + 1
             return True
         return any(key.startswith("done/") for key in entries)  # its loop has ended
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import distribute_jax as dj
+from distribute_jax.checkpoint import _preemption_handler
 from distribute_jax.experimental import PreemptionCheckpointHandler, TerminationConfig
 
 STEPS, NOTICE_AT = 120, 50
@@ -33,7 +36,7 @@ def _watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Counting:
     """A training in which each replica adds 1 to a variable at each step."""
 
-    def __init__(self, directory: Path, **config: Any) -> None:
+    def __init__(self, directory: Path, *, has_watcher: bool = True, **config: Any) -> None:
         self.strategy = dj.MirroredStrategy([0, 1, 2, 3])
         with self.strategy.scope():
             self.total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
@@ -43,7 +46,7 @@ class Counting:
             None,
             {"total": self.total},
             self.manager,
-            TerminationConfig(self.notice.is_set, **config),
+            TerminationConfig(self.notice.is_set if has_watcher else None, **config),
         )
 
     def step(self) -> None:
@@ -124,3 +127,177 @@ def test_what_is_missing_is_named(tmp_path: Path):
             PreemptionCheckpointHandler(None, *arguments)
     with pytest.raises(ValueError, match="grace_period must be a number >= 0; got -1"):
         TerminationConfig(grace_period=-1)
+
+
+class MetadataServer(ThreadingHTTPServer):
+    """The metadata server of a Compute Engine VM, on loopback."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _MetadataHandler)
+        self.event: str | int = "NONE"
+        """What it answers: a text or an HTTP status."""
+        self.requests: list[tuple[str, str | None]] = []
+
+
+class _MetadataHandler(BaseHTTPRequestHandler):
+    server: MetadataServer
+
+    def do_GET(self) -> None:
+        event = self.server.event
+        self.server.requests.append((self.path, self.headers["Metadata-Flavor"]))
+        self.send_response(event if isinstance(event, int) else 200)
+        self.end_headers()
+        self.wfile.write(str(event).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Keeps quiet."""
+
+
+@pytest.fixture
+def compute_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServer]:
+    """A Compute Engine VM with GPUs, whose hosts are stopped half a second after the notice."""
+    server = MetadataServer()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    product = tmp_path / "product_name"
+    product.write_text("Google Compute Engine\n")
+    monkeypatch.setattr(_preemption_handler, "_PRODUCT_NAME", product)
+    monkeypatch.setattr(_preemption_handler, "_has_gpu", lambda: True)
+    monkeypatch.setattr(_preemption_handler, "_COMPUTE_ENGINE_GRACE_SECONDS", 0.5)
+    monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{server.server_address[1]}")
+    yield server
+    gc.collect()  # handlers, whose threads ask the server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def train_until_exit(counting: Counting) -> tuple[Any, int]:
+    """Returns the exit code, and the number of checkpoints."""
+
+    def train() -> None:
+        while True:
+            counting.handler.run(counting.step)
+            time.sleep(0.005)
+
+    with pytest.raises(SystemExit) as exit_info:
+        train()
+    return exit_info.value.code, len(counting.manager.all_steps())
+
+
+def test_maintenance_of_a_compute_engine_host_is_noticed(
+    compute_engine: MetadataServer, tmp_path: Path
+):
+    """It saves, goes on, saves again near the end of the grace period, and exits with 143."""
+    counting = Counting(tmp_path / "run", has_watcher=False)
+    while len(compute_engine.requests) < 3:
+        counting.handler.run(counting.step)
+    compute_engine.event = "MIGRATE_ON_HOST_MAINTENANCE"  # which VMs with GPUs do not get
+    asked = len(compute_engine.requests)
+    while len(compute_engine.requests) < asked + 3:
+        counting.handler.run(counting.step)
+    assert counting.manager.all_steps() == []
+    compute_engine.event = "TERMINATE_ON_HOST_MAINTENANCE"
+    assert train_until_exit(counting) == (143, 2)
+    path = "/computeMetadata/v1/instance/maintenance-event"
+    assert set(compute_engine.requests) == {(path, "Google")}
+
+
+def _exit_with_7() -> None:
+    raise SystemExit(7)
+
+
+@pytest.mark.parametrize(
+    ("config", "ends"),
+    [
+        ({"grace_period": 0}, (143, 1)),
+        ({"grace_period": 0.25}, (143, 2)),
+        ({"exit_fn": _exit_with_7}, (7, 2)),
+    ],
+)
+def test_a_given_argument_replaces_the_default_of_compute_engine(
+    config: dict[str, Any], ends: tuple[int, int], compute_engine: MetadataServer, tmp_path: Path
+):
+    """The others keep it."""
+    compute_engine.event = "TERMINATE_ON_HOST_MAINTENANCE"
+    assert train_until_exit(Counting(tmp_path / "run", has_watcher=False, **config)) == ends
+
+
+def test_with_a_watcher_the_metadata_server_is_not_asked(
+    compute_engine: MetadataServer, tmp_path: Path
+):
+    """Grace period and exit code are those of Compute Engine."""
+    counting = Counting(tmp_path / "run")
+    counting.notice.set()
+    assert train_until_exit(counting) == (143, 2)
+    assert compute_engine.requests == []
+
+
+@pytest.mark.parametrize("event", ["NONE", "TERMINATE_ON_HOST_MAINTENANCE"])
+def test_sigterm_on_compute_engine_leaves_no_hour(
+    event: str,
+    compute_engine: MetadataServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Also after a notice of maintenance: it saves at once, and exits with 42."""
+    monkeypatch.setattr(_preemption_handler, "_COMPUTE_ENGINE_GRACE_SECONDS", 3600.0)
+    compute_engine.event = event
+    counting = Counting(tmp_path / "run", has_watcher=False)
+    first_saves = event != "NONE"
+    while len(counting.manager.all_steps()) < first_saves:
+        counting.handler.run(counting.step)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert train_until_exit(counting) == (42, 1 + first_saves)
+
+
+@pytest.mark.parametrize(
+    ("product", "has_gpu"),
+    [("Google Compute Engine\n", False), ("Standard PC\n", True), (None, True)],
+)
+def test_no_other_machine_asks_a_metadata_server(
+    product: str | None,
+    has_gpu: bool,
+    compute_engine: MetadataServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """It makes no request that could wait; SIGTERM and its exit code are as everywhere."""
+    monkeypatch.setattr(_preemption_handler, "_has_gpu", lambda: has_gpu)
+    file = tmp_path / "product_name"
+    file.unlink() if product is None else file.write_text(product)
+    compute_engine.event = "TERMINATE_ON_HOST_MAINTENANCE"
+    counting = Counting(tmp_path / "run", has_watcher=False)
+    time.sleep(0.1)
+    counting.handler.run(counting.step)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert train_until_exit(counting) == (42, 1)
+    assert compute_engine.requests == []
+
+
+def test_a_metadata_server_that_fails_is_asked_again(
+    compute_engine: MetadataServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """With one warning, however often it fails."""
+    compute_engine.event = 404
+    counting = Counting(tmp_path / "run", has_watcher=False, grace_period=0)
+    while len(compute_engine.requests) < 3:
+        counting.handler.run(counting.step)
+    compute_engine.event = "TERMINATE_ON_HOST_MAINTENANCE"
+    assert train_until_exit(counting) == (143, 1)
+    assert caplog.text.count("is not noticed at present") == 1
+
+
+def test_without_requests_a_warning_says_what_to_install(
+    compute_engine: MetadataServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    """The handler is made, and SIGTERM is noticed."""
+    monkeypatch.setitem(sys.modules, "requests", None)
+    counting = Counting(tmp_path / "run", has_watcher=False)
+    assert "pip install 'distribute-jax[gcp]'" in caplog.text
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert train_until_exit(counting) == (42, 1)
+    assert compute_engine.requests == []

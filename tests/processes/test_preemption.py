@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
+from distribute_jax.checkpoint import _preemption_handler
 from distribute_jax.testing import Fault, LocalCluster
 
 
@@ -36,6 +37,19 @@ def loop(directory, pause):
     for leaf in jax.tree.leaves(nnx.state(model)):
         total.update(np.asarray(leaf.addressable_data(0)).tobytes())
     return {"first": first, "last": block.step, "weights": total.hexdigest()}
+
+
+def handled_on_compute_engine(directory, by_event):
+    """As ``handled``, on VMs with GPUs, of which the one of process 1 may be stopped for maintenance."""
+    _preemption_handler._is_compute_engine_with_gpu = lambda: True
+    _preemption_handler._COMPUTE_ENGINE_GRACE_SECONDS = 3.0 if by_event else 3600.0
+    begin = time.monotonic()
+
+    def will_be_stopped():
+        return by_event and dj.is_chief() is False and time.monotonic() - begin > 2.0
+
+    _preemption_handler._maintenance_watcher = lambda: will_be_stopped
+    return handled(directory, None, 0.05)
 
 
 def handled(directory, grace, pause):
@@ -115,3 +129,17 @@ def test_under_tensorflows_handler_no_step_is_lost(
     assert saved[0] >= 5
     again = cluster.run(handled, str(tmp_path), grace, 0.0)
     assert [r.value for r in again] == [120.0 * processes] * processes
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("by_event", "code", "checkpoints"), [(True, 143, 2), (False, 42, 1)])
+def test_compute_engines_grace_period_is_that_of_its_notice_on_all_processes(
+    by_event: bool, code: int, checkpoints: int, tmp_path: Path
+):
+    """After SIGTERM to one process, all save and exit at once, and with the code of a preemption."""
+    faults = [] if by_event else [Fault("terminate", process=1, at_step=5)]
+    results = LocalCluster(2, 1, timeout=120, grace=None).run(
+        handled_on_compute_engine, str(tmp_path), by_event, faults=faults, check=False
+    )
+    assert [r.exit_code for r in results] == [code] * 2, "".join(r.stderr for r in results)
+    assert len(dj.CheckpointManager(tmp_path).all_steps()) == checkpoints
