@@ -1,4 +1,4 @@
-"""State on the disk: complete or not there, compared with its digest, restored under any strategy."""
+"""Checkpoints: complete or absent, verified by digests, restored under any strategy."""
 
 from distribute_jax.checkpoint._manager import CheckpointManager
 from distribute_jax.checkpoint._save_load import load, save

@@ -1,8 +1,8 @@
-"""Saving and loading on all processes of a job: it succeeds on all of them or fails on all.
+"""Makes saving and loading collective: they succeed on all processes of a job, or fail on all.
 
-Functions of the training loop are called by all processes in the same order. While a checkpoint is written
-in the background, the threads of the processes communicate through the key-value store alone: the chief
-opens a draft, the others write into it and report it, and the chief commits when all have.
+All processes call the functions of this file from their main threads in the same order. A checkpoint that is
+being written in the background is coordinated through the key-value store alone, by ``WriteCoordinator``: the
+chief opens a draft, the others write into it and report, and the chief commits when all have reported.
 """
 
 from __future__ import annotations
@@ -33,89 +33,90 @@ from distribute_jax.processes import Job, current_job, is_chief
 
 T = TypeVar("T")
 
-PATIENCE = 10
-"""Times ``step_seconds`` that a checkpoint may take to be written; compiling has as long."""
+TIMEOUT_FACTOR = 10
+"""A checkpoint may take this many times ``step_seconds`` to be written, as compiling may."""
 
-SEEN_SECONDS = 5.0
-"""For how long a file may be new before a network file system shows it to other hosts."""
+VISIBILITY_SECONDS = 5.0
+"""How long a network file system may take to show a new file to other hosts."""
 
-_PATIENCE = 60.0
-"""Seconds to wait for a save without a word."""
-_SLOW = "Waiting for a checkpoint that is still being written. Does the file system still answer?"
+_WARN_AFTER_SECONDS = 60.0
+_STILL_WRITING = (
+    "Waiting for a checkpoint that is still being written. Does the file system still answer?"
+)
 _LOG = logging.getLogger("distribute_jax")
 
-_POLLS = 4
-"""How often in ``step_seconds`` the processes exchange who still writes, so that none looks stuck."""
+_POLLS_PER_TIMEOUT = 4
+"""Exchanges in ``step_seconds`` while processes wait for a save, so that no watchdog sees a stuck process."""
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """What one process announces to the others: its error, or plain data."""
+    """An error, or JSON data, that one process sends to the others."""
 
     method: str
     """What the user called."""
     error: str = ""
-    """The class of what went wrong; empty where nothing did."""
+    """The class of the error; empty without one."""
     text: str = ""
     value: Any = None
 
 
 def all_values(method: str, value: Any) -> list[Any]:
-    """Returns what every process passes, plain data, in their order."""
+    """Exchanges JSON data; returns the value of every process, in their order."""
     return [announced.value for announced in _exchange(Announcement(method, value=value))]
 
 
 def on_all(method: str, do: Callable[[], T]) -> T:
     """Calls a function on every process; an error of one is raised on all."""
     result: T
-    result, error = _attempt(do)
+    result, error = _try(do)
     _raise_first(method, error)
     return result
 
 
 def by_chief(method: str, do: Callable[[], T]) -> T:
-    """Calls a function on the chief; its result, plain data, or error is that of every process."""
-    result, error = _attempt(do) if is_chief() else (None, None)
+    """Calls a function on the chief, and returns its result (JSON data) or raises its error on all."""
+    result, error = _try(do) if is_chief() else (None, None)
     value: T = _raise_first(method, error, result)[0].value
     return value
 
 
-def _attempt(do: Callable[[], Any]) -> tuple[Any, Exception | None]:
+def _try(do: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return do(), None
-    except Exception as error:  # whatever it is, the others have to hear of it
+    except Exception as error:  # of any kind: the others must be told
         return None, error
 
 
-def await_written(method: str, background: Background) -> None:
-    """Returns on every process when no thread writes any more; raises on all where one does for ever."""
+def wait_until_written(method: str, background: Background) -> None:
+    """Waits until no process writes any more; raises on all if one does not finish in time."""
     job = current_job()
     if job.is_alone:
         background.join()
         return
     seconds = job.options.step_seconds
-    for _ in range(_POLLS * PATIENCE):
-        are_done = all_values(method, background.join(seconds / _POLLS))
+    for _ in range(_POLLS_PER_TIMEOUT * TIMEOUT_FACTOR):
+        are_done = all_values(method, background.join(seconds / _POLLS_PER_TIMEOUT))
         if all(are_done):
             return
     late = ", ".join(job.name_of(i) for i, is_done in enumerate(are_done) if not is_done)
     raise _errors.DeadlineExceededError(
-        f"{method}: the save before this one has been written for {seconds * PATIENCE:g} s, still by "
+        f"{method}: the save before this one has been written for {seconds * TIMEOUT_FACTOR:g} s, still by "
         f"{late}. Look whether the file system still answers there; where writing takes so long, give it "
         "more time: dj.ClusterOptions(step_seconds=...)."
     )
 
 
 def pop_error(method: str, background: Background) -> CheckpointError | None:
-    """Waits for the save at work, and returns the error of the first process that failed, once."""
-    await_written(method, background)
+    """Waits for the current save; returns, once, the error of the first process that failed."""
+    wait_until_written(method, background)
     local = background.pop_error()
     error = _first_error(_exchange(_announcement(method, local)), local)
     return error if isinstance(error, CheckpointError | None) else CheckpointError(str(error))
 
 
 def write(method: str, do: Callable[[], None]) -> None:
-    """Calls a function that writes on every process, and returns when all have; an error is raised on all."""
+    """Runs a function that writes on every process, and waits for all; an error is raised on all."""
     if current_job().is_alone:
         do()
         return
@@ -127,7 +128,7 @@ def write(method: str, do: Callable[[], None]) -> None:
 
 
 def check_shared(method: str, directory: Directory) -> None:
-    """Raises on every process where they do not all see one directory, which the chief makes."""
+    """Raises on every process unless all of them see the same directory, which the chief creates."""
     job = current_job()
     if job.is_alone:
         return
@@ -164,7 +165,7 @@ def _write_probe(directory: Directory) -> str:
 
 
 def _sees_probe(directory: Directory, name: str) -> bool:
-    deadline = time.monotonic() + SEEN_SECONDS
+    deadline = time.monotonic() + VISIBILITY_SECONDS
     while time.monotonic() < deadline:
         with suppress(OSError):  # not visible yet, or never
             directory.read(name)
@@ -207,7 +208,7 @@ def _raise_first(method: str, local: Exception | None, value: Any = None) -> lis
 
 
 def _first_error(announcements: list[Announcement], local: Exception | None) -> Exception | None:
-    """Returns the error of the first process that failed, of one class and text on all."""
+    """Returns the error of the first process that failed, with the same class and text on all."""
     failed = [(i, announced) for i, announced in enumerate(announcements) if announced.error]
     if not failed:
         return None
@@ -225,7 +226,7 @@ _OPEN, _CANCELLED = "open", "cancelled"
 
 
 class WriteCoordinator:
-    """How the processes of a job write one checkpoint, known by its token, as seen by one of them."""
+    """Coordinates the processes that write one checkpoint; each has one, with the checkpoint's token."""
 
     def __init__(self, job: Job, token: str) -> None:
         self._job = job
@@ -234,11 +235,11 @@ class WriteCoordinator:
 
     @property
     def _seconds(self) -> float:
-        return self._job.options.step_seconds * PATIENCE
+        return self._job.options.step_seconds * TIMEOUT_FACTOR
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """In the process that makes the draft: the others do not wait for it where that fails."""
+        """Surrounds the work of the chief; if it fails, the others do not wait for it."""
         try:
             yield
         except BaseException:
@@ -248,29 +249,28 @@ class WriteCoordinator:
             self._job.store.remove(self._folder)  # all have reported
 
     def open(self) -> None:
-        """Lets the others write."""
         self._put("state", _OPEN)
 
     def await_open(self) -> bool:
-        """Waits until this process may write; False where the chief has given up."""
+        """Waits until this process may write; False if the chief has given up."""
         state = self._get("state")
         if state is None:
             raise CheckpointFileError(f"{self._job.name_of(0)} has not begun to write in time.")
         return state == _OPEN
 
     def report(self, *, sha256: str = "", error: str = "") -> None:
-        """Reports the digest of what this process handed in, or why it could not write."""
+        """Reports the digest of this process's note, or why it could not write."""
         self._put(str(self._job.index), json.dumps({"sha256": sha256, "error": error}))
 
     def await_reports(self) -> dict[int, str | None]:
-        """Returns when no other process writes any more, with each one's report; None where it is late."""
+        """Waits until no other process writes; returns the report of each, None if it is late."""
         return {i: self._get(str(i)) for i in range(1, self._job.count)}
 
     def collect(self, where: str) -> dict[int, str]:
-        """Waits for the others, and returns the digest of what each has handed in; raises if one failed."""
+        """Waits for the others, and returns the digest of each one's note; raises if one failed."""
         name_of, reports = self._job.name_of, self.await_reports()
         late = [i for i, report in reports.items() if report is None]
-        if late:  # one line, which other processes show too
+        if late:  # a message of one line, since the other processes show it too
             names = "; ".join(f"{name_of(i)}{self._job.last_seen(i)}" for i in late[:8])
             raise CheckpointFileError(
                 f"The checkpoint {where} could not be written: {self._seconds:g} s have passed, and not "
@@ -282,7 +282,7 @@ class WriteCoordinator:
         for i, content in contents.items():
             if content["error"]:
                 raise CheckpointFileError(
-                    f"The checkpoint {where} could not be written, for {name_of(i)} failed: "
+                    f"The checkpoint {where} could not be written, because {name_of(i)} failed: "
                     f"{content['error']}"
                 )
         return {i: content["sha256"] for i, content in contents.items()}
@@ -297,18 +297,18 @@ class WriteCoordinator:
 
 
 _unfinished: set[Background] = set()
-"""Those that run, or whose error nobody has seen yet."""
+"""Those that are running, or whose error was not read yet."""
 
 
 class Background:
-    """Runs one call at a time beside the training; its error waits until somebody asks."""
+    """Runs one call at a time in a thread, and keeps its error until ``pop_error``."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
 
     def start(self, call: Callable[[], None]) -> None:
-        """Waits for the call before, and starts this one."""
+        """Starts a call, once the previous one has ended."""
         self.join()
         _finish_at_exit()
         _unfinished.add(self)
@@ -320,26 +320,25 @@ class Background:
             call()
         except CheckpointError as error:
             self._error = error
-        except Exception as error:  # lost otherwise: nobody sees what a thread raises
+        except Exception as error:  # a thread's error would be lost
             self._error = CheckpointError(f"A checkpoint could not be written: {error!r}")
             self._error.__cause__ = error
 
     def join(self, seconds: float | None = None) -> bool:
-        """Waits, for so long at most, and returns whether no call runs."""
+        """Waits for the current call, without a limit by default; returns True if none is running."""
         if self._thread is not None:
-            self._thread.join(_PATIENCE if seconds is None else seconds)
+            self._thread.join(_WARN_AFTER_SECONDS if seconds is None else seconds)
         if seconds is None and self._thread is not None and self.is_running:
-            _LOG.warning(_SLOW)
+            _LOG.warning(_STILL_WRITING)
             self._thread.join()
         return not self.is_running
 
     @property
     def is_running(self) -> bool:
-        """Whether a call is at work."""
         return self._thread is not None and self._thread.is_alive()
 
     def pop_error(self) -> CheckpointError | None:
-        """Waits, and returns the error of the last call, once."""
+        """Waits for the current call; returns its error, once."""
         self.join()
         _unfinished.discard(self)
         error, self._error = self._error, None
@@ -348,7 +347,7 @@ class Background:
 
 @functools.cache
 def _finish_at_exit() -> None:
-    """Lets the program wait for its last save, and warn if that failed."""
+    """Makes the program wait for its last save before it exits, and warn if that failed."""
     before_exit(_finish)
 
 

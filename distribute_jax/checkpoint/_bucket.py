@@ -1,4 +1,4 @@
-"""Checkpoints in an object store, through fsspec: the manifest, written last, makes one complete."""
+"""Stores checkpoints in an object store, by fsspec; a checkpoint is complete once its manifest is written."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any
 from distribute_jax._errors import ArgumentError, CheckpointError, MissingPackageError
 from distribute_jax._messages import error_text
 from distribute_jax.checkpoint import _disk
-from distribute_jax.checkpoint._manifest import ARRAYS, DAMAGED, MANIFEST, check_files, is_step
+from distribute_jax.checkpoint._manifest import ARRAYS, DAMAGED, MANIFEST, check_files, is_step_name
 
 _ASIDE = f"{DAMAGED}.json"
-"""What the manifest of a damaged step is called: a store cannot rename a whole folder."""
+"""The new name of a damaged step's manifest, since a store cannot rename a folder."""
 
 
 @dataclass(frozen=True)
 class BucketDirectory:
-    """A prefix in an object store, which holds checkpoints as objects with a common prefix."""
+    """A prefix in an object store, below which each checkpoint has a prefix; see ``DiskDirectory``."""
 
     place: str
     """The URL, such as ``gs://bucket/run``."""
     store: Any
     """fsspec's file system."""
     root: str
-    """The prefix, as the file system calls it."""
+    """The prefix without the scheme, as the file system expects it."""
 
     def __str__(self) -> str:
         return self.place
@@ -52,36 +52,36 @@ class BucketDirectory:
             )
 
     def prepare(self, name: str) -> None:
-        """There is nothing to make, and what is left over goes with its step."""
+        """Does nothing: a store has no folders, and what is left over is removed with its step."""
 
     @contextmanager
     def draft(self, name: str, token: str) -> Iterator[None]:
-        """Objects below the name of the checkpoint, where no manifest names them yet."""
+        """Objects below the name of the checkpoint, which no manifest names yet."""
         try:
             yield
         except BaseException:
-            self._remove_all(self.notes(name, token))
+            self._remove_all(self.notes_folder(name, token))
             raise
 
-    def notes(self, name: str, token: str) -> str:
+    def notes_folder(self, name: str, token: str) -> str:
         return f"{name}/{ARRAYS}{token}"
 
     def write_arrays(
         self, name: str, token: str, folder: str, fill: Callable[[Path], None]
     ) -> dict[str, str]:
-        """The files are on this machine's disk until they are put."""
+        """Writes the files to a temporary folder of this machine, and uploads them."""
         with tempfile.TemporaryDirectory(prefix="distribute_jax-") as temporary:
             local = Path(temporary) / folder
             fill(local)
             files = _disk.digests(local)
             for file in files:
-                path = self._path(f"{self.notes(name, token)}/{folder}/{file}")
+                path = self._path(f"{self.notes_folder(name, token)}/{folder}/{file}")
                 with _os_errors():
                     self.store.put_file(str(local / file), path)
         return {f"{folder}/{file}": digest for file, digest in files.items()}
 
     def commit(self, name: str, token: str, manifest: str) -> None:
-        """One object is put, which a store does whole or not at all."""
+        """Writes one object, which a store does atomically."""
         self.write(f"{name}/{MANIFEST}", manifest.encode())
         for file in self.files(name):
             if file.startswith(ARRAYS) and not file.startswith(f"{ARRAYS}{token}/"):
@@ -104,7 +104,7 @@ class BucketDirectory:
         """Returns the names of all objects below a folder, from there."""
         start = len(self._path(folder)) + 1
         with suppress(FileNotFoundError), _os_errors():
-            self.store.invalidate_cache()  # other processes put objects too
+            self.store.invalidate_cache()  # other processes add objects too
             return [path[start:] for path in self.store.find(self._path(folder)) if path[start:]]
         return []
 
@@ -119,7 +119,7 @@ class BucketDirectory:
     def arrays(
         self, name: str, folder: str, files: Mapping[str, str], largest: int | None = None
     ) -> Iterator[Path]:
-        """The files are copied to this machine's disk."""
+        """Downloads the files to a temporary folder of this machine."""
         with tempfile.TemporaryDirectory(prefix="distribute_jax-") as temporary:
             root = Path(temporary)
             for file in files:
@@ -129,14 +129,14 @@ class BucketDirectory:
                     with _os_errors():
                         self.store.get_file(self._path(f"{name}/{folder}/{file}"), str(local))
                 except FileNotFoundError:
-                    local.unlink(missing_ok=True)  # check_files says that it is missing
+                    local.unlink(missing_ok=True)  # check_files reports it
             check_files(
                 f"{self.path_of(name)}/{folder}", _disk.digests(root, files, largest), files
             )
             yield root
 
     def remove(self, name: str) -> None:
-        """Once the manifest is removed, there is no such checkpoint."""
+        """Removes the manifest first: without it, there is no such checkpoint."""
         self.remove_file(f"{name}/{MANIFEST}")
         self._remove_all(name)
 
@@ -148,11 +148,11 @@ class BucketDirectory:
             return None
         return f"{name}/{_ASIDE}"
 
-    def were_set_aside(self) -> list[str]:
-        return sorted(f"{name}/{_ASIDE}" for name in self._names_with(_ASIDE) if is_step(name))
+    def damaged_names(self) -> list[str]:
+        return sorted(f"{name}/{_ASIDE}" for name in self._names_with(_ASIDE) if is_step_name(name))
 
     def free_bytes(self) -> None:
-        """A store does not say."""
+        """Returns None: a store has no limit that it reports."""
 
 
 def bucket_directory(method: str, url: str) -> BucketDirectory:
@@ -168,7 +168,7 @@ def bucket_directory(method: str, url: str) -> BucketDirectory:
         raise MissingPackageError(
             f"{method} got {url}, and the client of {scheme}:// is not installed. {error}"
         ) from error
-    except Exception as error:  # what a client says of a URL or of credentials
+    except Exception as error:  # of any client, about the URL or the credentials
         raise ArgumentError(
             f"{method} got {url}, which cannot be opened: {error_text(error)}. Give a path, or a URL such as "
             "gs://bucket/run or s3://bucket/run."
@@ -178,7 +178,7 @@ def bucket_directory(method: str, url: str) -> BucketDirectory:
 
 @contextmanager
 def _os_errors() -> Iterator[None]:
-    """Raises an OSError for whatever error a store's client has."""
+    """Raises any error of a store's client as an OSError."""
     try:
         yield
     except OSError:

@@ -1,4 +1,4 @@
-"""Checkpoints on a disk: a rename makes one complete; with POSIX locks, syncs and renames."""
+"""Stores checkpoints on a disk: a rename makes one complete, and a lock protects one being written."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distribute_jax._errors import CheckpointDamagedError, CheckpointError, CheckpointFileError
-from distribute_jax.checkpoint._manifest import ARRAYS, DAMAGED, MANIFEST, check_files, is_step
+from distribute_jax.checkpoint._manifest import ARRAYS, DAMAGED, MANIFEST, check_files, is_step_name
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system: there saving goes without locks
+except ImportError:  # not a POSIX system: checkpoints are saved without locks
     fcntl = None  # type: ignore[assignment]
 
 _LOCK = "lock"
-_LARGEST_FILE = 1 << 28
-"""Bytes of a manifest, which is read whole."""
-_AT_ONCE = getattr(os, "O_NONBLOCK", 0)
+_MAX_MANIFEST_BYTES = 1 << 28
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 
 
 @dataclass(frozen=True)
 class DiskDirectory:
-    """A folder on a disk, which holds checkpoints as folders, each under a name.
+    """A folder on a disk, in which each checkpoint is a folder.
 
-    Paths of files are relative to it. A draft is a checkpoint that is being written, known by its name and a
-    token; it counts once it is committed. Every method raises an ``OSError`` where the place refuses.
+    Paths of files are relative to it. A draft is a checkpoint that is being written, identified by its name
+    and a token; it becomes a checkpoint when it is committed. The methods raise ``OSError``.
     """
 
     place: Path
@@ -42,25 +41,25 @@ class DiskDirectory:
         return str(self.place)
 
     def path_of(self, name: str) -> str:
-        """Returns where a checkpoint is, for messages."""
+        """Returns the full path of a checkpoint, for messages."""
         return str(self.place / name)
 
     def names(self) -> list[str]:
-        """Returns what may be checkpoints; in an object store only those with a manifest."""
+        """Returns the names of possible checkpoints; in an object store, of those with a manifest."""
         try:
             return [path.name for path in self.place.iterdir() if path.is_dir()]
         except FileNotFoundError:
             return []
 
     def holds(self, name: str) -> bool:
-        """Returns whether something is there that may be a checkpoint of this name."""
+        """Returns True if there may be a checkpoint of this name."""
         try:
             return (self.place / name).exists()
-        except OSError:  # not allowed to look, or too long a path: what reads it says so
+        except OSError:  # no permission, or a path too long: reading it raises the error
             return True
 
     def check_free(self, name: str, *, overwrite: bool) -> None:
-        """Raises where a checkpoint may not be written under a name."""
+        """Raises if a checkpoint must not be written under this name."""
         folder = self.place / name
         if not folder.exists():
             return
@@ -78,7 +77,7 @@ class DiskDirectory:
             raise CheckpointError(f"{folder} exists. Save to another path, or with overwrite=True.")
 
     def prepare(self, name: str) -> None:
-        """Makes the place, and removes what killed programs left of names that match an expression."""
+        """Creates the directory, and removes drafts of killed programs whose names match an expression."""
         self.place.mkdir(parents=True, exist_ok=True)
         pattern = re.compile(rf"\.{name}\.[0-9a-f]{{8}}\.saving")
         for path in [path for path in self.place.iterdir() if pattern.fullmatch(path.name)]:
@@ -87,15 +86,15 @@ class DiskDirectory:
             except OSError:  # killed before it was locked
                 shutil.rmtree(path, ignore_errors=True)
                 continue
-            if _lock(lock):  # else another program writes there
+            if _lock(lock):  # otherwise another program is writing there
                 shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
 
     @contextmanager
     def draft(self, name: str, token: str) -> Iterator[None]:
-        """Begins a draft, in the process that commits it: locked, since another program may save here too."""
+        """Creates a draft, in the process that commits it, and locks it against other programs."""
         new = self._draft(name, token)
-        lock = _make_locked(new)
+        lock = _create_locked(new)
         try:
             yield
         finally:
@@ -103,17 +102,16 @@ class DiskDirectory:
             shutil.rmtree(new, ignore_errors=True)
 
     def _draft(self, name: str, token: str) -> Path:
-        """A folder beside the checkpoint, under a name that does not count."""
-        return self.place / self.notes(name, token)
+        return self.place / self.notes_folder(name, token)
 
-    def notes(self, name: str, token: str) -> str:
-        """Returns the folder of a draft where the processes leave notes for the chief."""
+    def notes_folder(self, name: str, token: str) -> str:
+        """Returns the folder of a draft in which the processes write notes for the chief."""
         return f".{name}.{token}.saving"
 
     def write_arrays(
         self, name: str, token: str, folder: str, fill: Callable[[Path], None]
     ) -> dict[str, str]:
-        """Writes a folder of arrays, which ``fill`` makes, into a draft; returns the sha256 of each file."""
+        """Adds a folder of arrays, written by ``fill``, to a draft; returns the sha256 of each file."""
         arrays = self._draft(name, token) / (ARRAYS + token)
         arrays.mkdir(exist_ok=True)
         fill(arrays / folder)
@@ -121,7 +119,7 @@ class DiskDirectory:
         return {f"{folder}/{file}": d for file, d in digests(arrays / folder).items()}
 
     def commit(self, name: str, token: str, manifest: str) -> None:
-        """At every moment the old checkpoint or the new one is there, whole."""
+        """Makes a draft the checkpoint; at every moment the old or the new one is there, complete."""
         new, folder = self._draft(name, token), self.place / name
         arrays = new / (ARRAYS + token)
         arrays.mkdir(exist_ok=True)
@@ -135,7 +133,7 @@ class DiskDirectory:
         sync(self.place)
 
     def _replace(self, folder: Path, new: Path, arrays: str) -> None:
-        """Moves new arrays beside the old ones, then the manifest, which decides which ones count."""
+        """Moves the new arrays beside the old ones, then the manifest, which names those that count."""
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             _lock(lock, wait=True)
@@ -151,15 +149,15 @@ class DiskDirectory:
 
     def read(self, path: str) -> bytes:
         """Returns the content of a file."""
-        opened = os.open(self._plain(path), os.O_RDONLY | _AT_ONCE)  # a pipe would wait for ever
+        opened = os.open(self._resolve(path), os.O_RDONLY | _NONBLOCK)  # a pipe would block forever
         with open(opened, "rb") as file:
             status = os.fstat(opened)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_FILE:
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_MANIFEST_BYTES:
                 raise CheckpointDamagedError(f"{self.place / path} is not a file of a checkpoint")
             return file.read()
 
-    def _plain(self, path: str) -> Path:
-        """Returns the place of a file or folder, to which no link below the directory leads."""
+    def _resolve(self, path: str) -> Path:
+        """Returns the full path; raises if a part of it below the directory is a link."""
         whole = self.place / path
         for part in [whole, *whole.parents][: len(Path(path).parts)]:
             if part.is_symlink():
@@ -167,20 +165,20 @@ class DiskDirectory:
         return whole
 
     def write(self, path: str, data: bytes) -> None:
-        """Writes a small file, and makes the place."""
+        """Writes a small file, and creates the directory."""
         self.place.mkdir(parents=True, exist_ok=True)
         (self.place / path).write_bytes(data)
 
     def remove_file(self, path: str) -> None:
-        """Removes a file, if it is there."""
+        """Removes a file, if it exists."""
         (self.place / path).unlink(missing_ok=True)
 
     @contextmanager
     def arrays(
         self, name: str, folder: str, files: Mapping[str, str], largest: int | None = None
     ) -> Iterator[Path]:
-        """Opens a folder of arrays on this machine; damaged where one is too large or another."""
-        arrays = self._plain(f"{name}/{folder}")
+        """Yields a local folder of arrays; raises if a file is missing, differs or exceeds ``largest``."""
+        arrays = self._resolve(f"{name}/{folder}")
         for path in arrays.rglob("*"):
             if not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISDIR(mode):
                 raise CheckpointDamagedError(f"{path} is neither a file nor a folder")
@@ -188,7 +186,7 @@ class DiskDirectory:
         yield arrays
 
     def remove(self, name: str) -> None:
-        """Removes a checkpoint, so that it is never seen half removed."""
+        """Removes a checkpoint; nobody sees a part of it."""
         removed = self._draft(name, secrets.token_hex(4))
         try:
             (self.place / name).rename(removed)
@@ -197,7 +195,7 @@ class DiskDirectory:
         shutil.rmtree(removed, ignore_errors=True)
 
     def set_aside(self, name: str) -> str | None:
-        """Renames a damaged checkpoint; returns its new name, None where that is not allowed."""
+        """Renames a damaged checkpoint; returns its new name, or None without permission."""
         for i in range(1, 1000):
             aside = self.place / (f"{name}.{DAMAGED}" + (f"-{i}" if i > 1 else ""))
             if not aside.exists():
@@ -208,31 +206,31 @@ class DiskDirectory:
             return None
         return aside.name
 
-    def were_set_aside(self) -> list[str]:
-        """Returns the names of damaged checkpoints, of this and earlier runs."""
+    def damaged_names(self) -> list[str]:
+        """Returns the names of checkpoints that were set aside, in this and earlier runs."""
         return sorted(
             name
             for name in self.names()
-            if is_step(name.partition(".")[0]) and name.partition(".")[2].startswith(DAMAGED)
+            if is_step_name(name.partition(".")[0]) and name.partition(".")[2].startswith(DAMAGED)
         )
 
     def free_bytes(self) -> int:
-        """Returns how many bytes are free; an object store does not say."""
-        # Unlike Path.exists, it has no error of its own for a path that is too long.
+        """Returns how many bytes are free; None for an object store."""
+        # Unlike Path.exists, os.path.exists does not raise for a path that is too long.
         path = next(p for p in (self.place, *self.place.parents) if os.path.exists(p))
         return shutil.disk_usage(path).free
 
 
-def _make_locked(path: Path) -> int:
+def _create_locked(path: Path) -> int:
     for _ in range(100):
         try:
             path.mkdir()
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        except (FileExistsError, FileNotFoundError):  # another program removed it as left over
+        except (FileExistsError, FileNotFoundError):  # another program's `prepare` removed it
             if not path.parent.is_dir():
                 raise
         else:
-            if _lock(lock) and path.is_dir():  # which another program may have removed before
+            if _lock(lock) and path.is_dir():  # not removed before it was locked
                 return lock
             os.close(lock)
         time.sleep(0.005)
@@ -242,7 +240,7 @@ def _make_locked(path: Path) -> int:
 
 
 def _lock(lock: int, *, wait: bool = False) -> bool:
-    """Locks an open file; a file system without locks counts as one without other programs."""
+    """Locks an open file; returns True also on a file system without locks."""
     if fcntl is None:
         return True
     try:
@@ -257,9 +255,9 @@ def _lock(lock: int, *, wait: bool = False) -> bool:
 def digests(
     folder: Path, names: Iterable[str] | None = None, largest: int | None = None
 ) -> dict[str, str]:
-    """Returns the sha256 of all files below a folder, or of those named, by their paths from there.
+    """Returns the sha256 of all files below a folder, or of those named, by their relative paths.
 
-    A file of more bytes than the largest is not read, and has an empty one.
+    Files above ``largest`` bytes are not read; their digest is empty.
     """
     paths = sorted(folder.rglob("*")) if names is None else [folder / name for name in names]
     return {
@@ -277,13 +275,13 @@ def _digest(path: Path, largest: int | None) -> str:
 
 
 def sync_all(folder: Path) -> None:
-    """Returns when every file and folder from here downwards is on the disk itself."""
+    """Calls fsync for a folder and everything below it."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 
 
 def sync(path: Path) -> None:
-    """Returns when one file, or the list of one folder's files, is on the disk itself."""
+    """Calls fsync for one file or folder."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)

@@ -1,4 +1,4 @@
-"""The leaves of a checkpoint: where each is kept in a tree, its kind, and its copy on the host."""
+"""Flattens a tree into the leaves that a checkpoint stores, and copies them to the host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PYTHON = "Python"
 ITERATOR = "iterator"
 OTHER = "other"
 
-_NO_VALUE = (
+_NO_AGGREGATION = (
     "an ON_READ variable with aggregation=NONE, of which nothing says how its replicas' values become "
     "one. Make it with aggregation=dj.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or save its "
     ".values"
@@ -35,10 +35,10 @@ _NO_VALUE = (
 
 @dataclass(frozen=True)
 class Spec:
-    """What has to be the same for a saved leaf to fit where it is restored."""
+    """Path, kind, dtype and shape of a leaf: those of the saved leaf and of its target must be equal."""
 
     path: str
-    """Where the leaf is, as the user would write it: ``['model'].layers[0].kernel``."""
+    """In the user's notation: ``['model'].layers[0].kernel``."""
     kind: str
     """One of the constants of this file."""
     dtype: str = ""
@@ -58,20 +58,20 @@ class Spec:
 
 @dataclass(frozen=True)
 class Slot:
-    """One place of a tree."""
+    """A leaf of a tree, with how to read and to replace it."""
 
     spec: Spec
     current: Any
-    """The present value, whose placement a new one takes; of an ON_READ variable the variable."""
+    """The present value, whose sharding a new one gets; for an ON_READ variable the variable itself."""
     put: Callable[[Any], None]
     """Sets a new value."""
     aggregated: Callable[[], Any] | None = None
-    """Returns the one value that is saved, where each replica has one."""
+    """Returns the value to save, if each replica has its own."""
     owner: tuple[int, int] | None = None
-    """Which variable, and which part of it: one that stands at two places has one value."""
+    """The id of the variable and the index in it; equal for one variable at two places of a tree."""
 
     def read(self) -> Any:
-        """Returns the value as it is saved."""
+        """Returns the value to save."""
         return self.current if self.aggregated is None else self.aggregated()
 
 
@@ -99,7 +99,7 @@ def slots_of(tree: Any) -> tuple[list[Slot], Callable[[], Any]]:
 
 
 def is_in_place(tree: Any) -> bool:
-    """Returns whether every leaf of a tree belongs to an object that is changed, not replaced."""
+    """True if every leaf of a tree belongs to an object that is changed in place."""
     return all(map(_is_changed_in_place, jax.tree.leaves(tree, is_leaf=_is_leaf)))
 
 
@@ -116,7 +116,7 @@ def _slots_at(path: str, leaf: Any, put: Callable[[Any], None]) -> Iterator[Slot
         yield from _slots_of_variable(path, leaf)
     elif isinstance(leaf, nnx.Pytree):
         for names, value in nnx.to_flat_state(nnx.state(leaf)):
-            inner = path + "".join(map(_name_text, names))
+            inner = path + "".join(map(_key_text, names))
             if isinstance(value, nnx.Variable):
                 yield from _slots_of_variable(inner, value)
             else:
@@ -149,22 +149,22 @@ def _slots_of_variable(path: str, variable: nnx.Variable[Any]) -> Iterator[Slot]
 
 
 def _slot_of_components(path: str, variable: Variable) -> Slot:
-    """An ON_READ variable is saved as what it reads as, and restored so that it reads as that."""
+    """Returns the slot of an ON_READ variable, which is saved as the value that it reads as."""
     if variable.aggregation is VariableAggregation.NONE:
-        return Slot(Spec(path, OTHER, _NO_VALUE), variable, variable.set_raw_value)
+        return Slot(Spec(path, OTHER, _NO_AGGREGATION), variable, variable.set_raw_value)
     raw = variable.get_raw_value()
     shape = raw.shape[1:] if is_donated(raw) else variable.values[0].shape
     spec = Spec(path, ARRAY, raw.dtype.name, shape)
     return Slot(spec, variable, variable.set_raw_value, variable.get_value, (id(variable), 0))
 
 
-def _name_text(name: Any) -> str:
-    """Writes one step of a path so that no two steps read the same, whatever the name is."""
+def _key_text(name: Any) -> str:
+    """Returns the text of one key of a path, distinct for distinct keys."""
     return f".{name}" if isinstance(name, str) and name.isidentifier() else f"[{name!r}]"
 
 
 def spec_of(path: str, value: Any) -> Spec:
-    """Describes a leaf, without reading its numbers."""
+    """Describes a leaf without reading its values."""
     if is_key(value):
         return Spec(path, KEY, str(jax.random.key_impl(value)), value.shape)
     if is_array(value) and is_numeric(value.dtype):
@@ -183,7 +183,7 @@ def spec_of(path: str, value: Any) -> Spec:
 
 
 def saved_value(spec: Spec, value: Any) -> Any:
-    """Copies a value to the host: an array, or for a Python value or an iterator what JSON holds."""
+    """Copies a value to the host: an array, or JSON data for a Python value or an iterator."""
     if spec.kind == KEY:
         return host_copy(jax.random.key_data(value))
     if spec.kind == ARRAY:
@@ -192,30 +192,30 @@ def saved_value(spec: Spec, value: Any) -> Any:
 
 
 def host_copy(value: Any) -> np.ndarray[Any, Any]:
-    """Copies an array to memory of the host, little-endian.
+    """Copies an array to the host, in little-endian byte order.
 
-    On a CPU NumPy would look at the memory of the array itself, which the next step may take.
+    On a CPU ``np.asarray`` alone is a view of the array's buffer, which may be donated to the next step.
     """
     host = np.asarray(value)
     return np.array(host, dtype=host.dtype.newbyteorder("<"), order="C", copy=True)
 
 
 def digest_of(value: Any) -> str:
-    """Returns the sha256 of the bytes of an array as ``host_copy`` returns it, or of what JSON holds."""
+    """Returns the sha256 of the bytes of an array from ``host_copy``, or of JSON data."""
     if isinstance(value, np.ndarray):
         return hashlib.sha256(value.reshape(-1).view(np.uint8).data).hexdigest()
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _json_value(value: Any) -> Any:
-    """Returns what JSON holds for a Python value: floats bit by bit."""
+    """Returns JSON data for a Python value; floats as the hex of their bytes, so that they stay exact."""
     if isinstance(value, complex):
         return [_json_value(value.real), _json_value(value.imag)]
     return np.float64(value).tobytes().hex() if isinstance(value, float) else value
 
 
 def python_value(spec: Spec, text: Any) -> Any:
-    """Returns the Python value for which JSON held a text."""
+    """Returns the Python value for JSON data."""
     if spec.dtype == "complex":
         return complex(*map(_float, text))
     return _float(text) if spec.dtype == "float" else text

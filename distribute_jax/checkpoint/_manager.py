@@ -1,4 +1,4 @@
-"""``CheckpointManager``: the last few steps of a training, each complete or not there at all."""
+"""``CheckpointManager``: saves and restores the last steps of a training run, each complete or absent."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ from distribute_jax._user_frames import warn_user
 from distribute_jax.checkpoint import _steps
 from distribute_jax.checkpoint._agreement import (
     Background,
-    await_written,
     by_chief,
     check_shared,
     pop_error,
+    wait_until_written,
 )
-from distribute_jax.checkpoint._save_load import check_place, check_target, draft_of, restore_tree
+from distribute_jax.checkpoint._save_load import (
+    check_context,
+    check_target,
+    make_draft,
+    restore_tree,
+)
 from distribute_jax.checkpoint._steps import Preemptible, Schedule
 from distribute_jax.checkpoint._storage import directory_of
 from distribute_jax.checkpoint._write import Draft, write_checkpoint
@@ -38,7 +43,7 @@ class CheckpointManager:
     """Keeps the last checkpoints of a training run in a directory, one folder for each step.
 
     ``save`` copies the tree to the host and returns; the copy is written in the background. A step is on
-    the disk whole or not at all, even if the program is killed. Every leaf is compared with its digest
+    the disk complete or not at all, even if the program is killed. Every leaf is compared with its digest
     when it is restored: a damaged step is set aside with a warning, and the one before it is used. What
     was saved under one strategy can be restored under any other.
 
@@ -47,23 +52,23 @@ class CheckpointManager:
     module that are not arrays are not saved: they belong to the code that builds it.
 
     All processes of a job call its methods, in the same order, with a directory that all of them see. Each
-    writes what it holds of arrays that are divided among them, and the first one commits when all have;
-    each reads and compares what it restores. An error of one is raised on all, and a step that one of them
-    finds damaged is set aside for all.
+    writes its shards of arrays that are sharded over the processes, and process 0 commits when all have;
+    each reads and verifies what it restores. An error of one process is raised on all, and a step that one
+    of them finds damaged is set aside for all.
 
     Args:
-        directory: where the steps are, a path or the URL of an object store, such as
-            ``"gs://bucket/run"``; it is created at the first save.
+        directory: a path or the URL of an object store, such as ``"gs://bucket/run"``; it is created at
+            the first save.
         max_to_keep: how many steps to keep; None for all.
-        every_steps: ``save`` saves when a multiple of this was reached since the last save.
-        every_minutes: ``save`` saves when so many minutes have passed since the last save. With both,
+        every_steps: ``save`` saves if a multiple of this was reached since the last save.
+        every_minutes: ``save`` saves if so many minutes have passed since the last save. With both,
             whichever comes first; with neither, at each call.
-        on_error: what happens when a step cannot be written: ``"raise"`` raises at the next ``save``
+        on_error: what happens if a step cannot be written: ``"raise"`` raises at the next ``save``
             or ``wait`` or at the end of the ``with`` block; ``"warn"`` warns there, and training
             goes on. A save before a preemption raises in any case.
 
     Raises:
-        ValueError: an interval or ``max_to_keep`` below 1, or no such ``on_error``.
+        ValueError: an interval or ``max_to_keep`` is below 1, or ``on_error`` is neither.
 
     Example:
         >>> import distribute_jax as dj, tempfile
@@ -100,7 +105,7 @@ class CheckpointManager:
 
     @property
     def directory(self) -> Path | str:
-        """Where the steps are: a path, or the URL of an object store as a str."""
+        """The directory of the steps: a path, or the URL of an object store as a str."""
         return self._directory.place
 
     # Saving
@@ -116,27 +121,27 @@ class CheckpointManager:
         Args:
             step: its number, above all that were saved before.
             tree: what to save; see the class.
-            force: save in any case, also in place of the same or before a later step.
-            check: whether to look first that all devices hold the same bits, as ``dj.check_in_sync``
-                does; a checkpoint is written from one copy of each array.
+            force: save in any case, even if the same or a later step exists.
+            check: check first that all devices hold the same bits, as ``dj.check_in_sync`` does; a
+                checkpoint is written from one copy of each array.
 
         Returns:
-            Whether the step is being saved: False where the intervals say that it is not time.
+            True if the step is being saved; False if the interval has not passed.
 
         Raises:
-            CheckpointError: the tree holds what cannot be saved (all of it is listed), or there is
-                such a step already.
+            CheckpointError: the tree has leaves that cannot be saved (all are listed), or the same or a
+                later step exists.
             OutOfSyncError: copies of an array differ, and ``check`` is True; nothing is saved.
-            CheckpointFileError: the save before this one could not be written.
+            CheckpointFileError: the previous save could not be written.
         """
         number = _steps.checked_step(_SAVE, step, tree)
-        check_place(_SAVE)
+        check_context(_SAVE)
         if current_job().is_alone and not self._background.is_running:
-            # In a job the errors are exchanged where all are about to save.
+            # In a job the errors are exchanged below, when all are about to save.
             self._report(self._background.pop_error())
         if not force:
             is_due = functools.partial(self._schedule.is_due, number)
-            # The processes may see the clock differently.
+            # The clocks of the processes may differ.
             if not (by_chief(_SAVE, is_due) if self._schedule.reads_clock else is_due()):
                 return False
         self._report(pop_error(_SAVE, self._background))
@@ -145,7 +150,7 @@ class CheckpointManager:
         self._check_shared(_SAVE)
         if check:
             hashes_of(tree).check()
-        draft = draft_of(self._directory, str(number), tree, number, _SAVE)
+        draft = make_draft(self._directory, str(number), tree, number, _SAVE)
         self._schedule.note(number)
         self._background.start(functools.partial(self._write, number, draft))
         return True
@@ -158,7 +163,7 @@ class CheckpointManager:
     def _check_new(self, step: int) -> None:
         try:
             later = [other for other in _steps.folders(self._directory) if other >= step]
-        except CheckpointFileError:  # writing will fail too, and say how many bytes it needs
+        except CheckpointFileError:  # writing will fail too, with a better message
             return
         if later:
             raise CheckpointError(
@@ -186,7 +191,7 @@ class CheckpointManager:
             warn_user(f"{error}\nThe training goes on.", RuntimeWarning)
 
     def wait(self) -> None:
-        """Returns when what was saved is on the disk.
+        """Waits until the current save is on the disk.
 
         Raises:
             CheckpointFileError: it could not be written.
@@ -202,11 +207,11 @@ class CheckpointManager:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Waits as ``wait`` does; an error of the block goes before one of the disk."""
+        """Waits as ``wait`` does; after an error of the block, an error of writing is only a warning."""
         if error is None:
             self.wait()
         else:
-            finish_alone(self)
+            wait_locally(self)
 
     def preemptible(
         self,
@@ -218,8 +223,8 @@ class CheckpointManager:
     ) -> Preemptible:
         """Returns a ``with`` block that makes the loop in it safe against preemption.
 
-        On entering, the newest checkpoint is restored, if there is one, the position of the iterator
-        included: the loop goes on at the very next example. When a process is preempted (SIGTERM, or
+        On entering, the newest checkpoint is restored, if there is one, including the position of the
+        iterator: the loop goes on at the very next example. When a process is preempted (SIGTERM, or
         ``termination_watcher_fn`` returns True), all processes of the job save at one common step, between
         two steps, and exit with ``SystemExit(42)``, by which ``distribute-jax launch`` knows to start
         them again. The loop is also saved at the intervals of the manager, if it has any, and at its end.
@@ -227,16 +232,16 @@ class CheckpointManager:
         The loop takes every batch from the iterator and runs its step before it takes the next.
 
         Args:
-            tree: a dict of what changes in the loop, as for ``save``; the iterator is saved with it. What
-                is not changed in place is not seen: keep counters in variables.
-            iterator: a distributed iterator of a source that can start anywhere.
+            tree: a dict of what changes in the loop, as for ``save``; the iterator is saved with it. Only
+                what is changed in place is noticed: keep counters in variables.
+            iterator: a distributed iterator of a source that can seek.
             grace_seconds: a process that was preempted exits after this time in any case, with exit
-                code 143 where it has not saved.
+                code 143 if it has not saved.
             termination_watcher_fn: called each second in another thread; True means that this process will be
                 preempted.
 
         Returns:
-            The block; its ``step`` counts the steps that are done, over all starts.
+            The block; its ``step`` counts the finished steps, over all starts.
 
         Raises:
             ValueError: ``iterator`` is not a distributed iterator or its source cannot seek, ``tree`` is
@@ -261,32 +266,31 @@ class CheckpointManager:
         """
         check_number("CheckpointManager.preemptible: grace_seconds", grace_seconds)
         preemption = Preemption(grace_seconds, termination_watcher_fn)
-        return Preemptible(self, functools.partial(save_last, self), tree, iterator, preemption)
+        return Preemptible(self, tree, iterator, preemption)
 
     @property
     def saves_at_intervals(self) -> bool:
-        """Whether ``save`` waits for an interval to pass."""
+        """True if ``save`` waits for an interval to pass."""
         return self._schedule.has_intervals
 
     # Restoring
 
     def all_steps(self) -> list[int]:
-        """Returns the steps that were written to their end, in ascending order."""
-        await_written(_LIST, self._background)
+        """Returns the complete steps, in ascending order."""
+        wait_until_written(_LIST, self._background)
         return by_chief(_LIST, lambda: _steps.complete(self._directory))
 
     def latest_step(self) -> int | None:
-        """Returns the last of ``all_steps``, or None where there is none."""
+        """Returns the last of ``all_steps``, or None if there is none."""
         return max(self.all_steps(), default=None)
 
     def restore(self, step: SupportsIndex, tree: Any) -> Any:
-        """Puts a step into a tree of the same leaves.
+        """Restores a step into a tree of the same leaves.
 
         Args:
             step: its number.
-            tree: as it was saved. NNX objects, variables and iterators are changed in place, where
-                they are now; other entries of a dict are replaced in that dict. On an error nothing
-                is changed.
+            tree: as it was saved. NNX objects, variables and iterators are changed in place and keep their
+                sharding; other entries of a dict are replaced in that dict. On an error nothing is changed.
 
         Returns:
             The tree with the saved values: the same object for an NNX object or a dict.
@@ -294,7 +298,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: there is no such step, or leaves are missing, extra, or of another shape
                 or dtype: all are listed.
-            CheckpointDamagedError: what is on the disk is not what was saved.
+            CheckpointDamagedError: the files are not those that were saved.
         """
         number = _steps.checked_step(_RESTORE, step, tree)
 
@@ -304,30 +308,30 @@ class CheckpointManager:
                 there = f"There are {steps}." if steps else "It has no checkpoint."
                 raise CheckpointError(f"There is no step {number} in {self._directory}. {there}")
 
-        check_place(_RESTORE)
-        await_written(_RESTORE, self._background)
+        check_context(_RESTORE)
+        wait_until_written(_RESTORE, self._background)
         by_chief(_RESTORE, check_exists)
         return self._restore(number, tree, _RESTORE)
 
     def restore_latest(self, tree: Any) -> int | None:
-        """Puts the newest step that is whole into a tree of the same leaves.
+        """Restores the newest undamaged step into a tree of the same leaves.
 
-        A damaged step is renamed to ``<step>.damaged``, with a warning that says what is wrong with
-        it, and the one before is used.
+        A damaged step is renamed to ``<step>.damaged``, with a warning that describes the damage, and the
+        one before is used.
 
         Args:
-            tree: as for ``restore``. Arrays and numbers are replaced in their dict, so keep it and read
-                them from it.
+            tree: as for ``restore``. Arrays and numbers are replaced in their dict, so read them from
+                there afterwards.
 
         Returns:
-            The step, or None where there is none yet.
+            The step, or None if there is none yet.
 
         Raises:
             CheckpointError: leaves are missing, extra, or of another shape or dtype: all are listed.
-            CheckpointDamagedError: there were steps, and each is damaged.
+            CheckpointDamagedError: there are steps, and all of them are damaged.
         """
         check_target(tree, _LATEST)
-        await_written(_LATEST, self._background)
+        wait_until_written(_LATEST, self._background)
         self._check_shared(_LATEST)
         steps = by_chief(_LATEST, lambda: _steps.folders(self._directory))
         for step in reversed(steps):
@@ -341,7 +345,7 @@ class CheckpointManager:
         return None
 
     def _check_none_damaged(self, steps: list[int]) -> None:
-        damaged = self._directory.were_set_aside() or list(map(str, steps))
+        damaged = self._directory.damaged_names() or list(map(str, steps))
         if damaged:
             raise CheckpointDamagedError(
                 f"{self._directory} holds no checkpoint that is whole; damaged are {', '.join(damaged)}. "
@@ -352,7 +356,9 @@ class CheckpointManager:
         manifest_of = functools.partial(_steps.read_step, self._directory, step)
         tree = restore_tree(self._directory, str(step), manifest_of, tree, method)
         self._schedule.note(step)
-        status_writer().restored(step)  # by it a supervisor sees whether restarts make progress
+        status_writer().restored(
+            step
+        )  # for a supervisor, which counts a step beyond it as progress
         return tree
 
     def _set_aside(self, step: int, error: CheckpointDamagedError) -> None:
@@ -366,23 +372,16 @@ class CheckpointManager:
         warn_user(f"{text}\n{error}", RuntimeWarning)
 
 
-def save_last(manager: CheckpointManager, step: int, tree: Any) -> None:
-    """Saves before the program exits: nothing goes on after an error, so that it is raised in any case."""
-    manager.save(step, tree, force=True)
-    if (error := pop_error("CheckpointManager.wait", manager._background)) is not None:
-        raise error
-
-
-def finish_alone(manager: CheckpointManager) -> None:
-    """Waits for what this process writes, where others may not come any more; warns where it failed."""
+def wait_locally(manager: CheckpointManager) -> None:
+    """Waits for this process's part of a save, without the others, and warns if it failed."""
     error = manager._background.pop_error()
     if error is not None:
         warn_user(str(error), RuntimeWarning)
 
 
 def delete_all(manager: CheckpointManager) -> None:
-    """Removes every step, those that were set aside too; the chief alone calls it."""
+    """Removes every step, including those that were set aside; only the chief calls it."""
     directory = manager._directory
     steps = map(str, _steps.folders(directory))
-    for name in [*steps, *directory.were_set_aside()]:
-        directory.remove(name.partition("/")[0])  # in a bucket they keep their folder
+    for name in [*steps, *directory.damaged_names()]:
+        directory.remove(name.partition("/")[0])  # in a bucket the name is folder/file

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, written last: its files, their names and their digests."""
+"""The manifest of a checkpoint, a JSON file: its leaves, and the digests of all files and arrays."""
 
 from __future__ import annotations
 
@@ -27,74 +27,70 @@ from distribute_jax.checkpoint._leaves import (
 
 MANIFEST = "manifest.json"
 ARRAYS = "arrays-"
-"""How the name of a folder with arrays begins; a token follows."""
+"""Prefix of the folder with the arrays; a token follows."""
 WHOLE, PARTS = "whole-0", "parts-"
-"""Below it: what process 0 writes by Orbax, and how the name begins of what each writes as bytes."""
+"""Below it: the folder that process 0 writes by Orbax; prefix of those that each process writes as bytes."""
 DAMAGED = "damaged"
-"""What is added to the name of what was set aside."""
+"""Suffix of checkpoints that were set aside."""
 
 _FORMAT = 1
 _FOLDER = re.compile(r"[a-z]+-[0-9a-f]+")
-"""What folders are called; anything else could lead out of the checkpoint."""
+"""Names of folders; another name could lead out of the checkpoint."""
 _PART = re.compile(r"[0-9]+(_[0-9]+)*")
-"""What parts are called."""
-_MOST_NUMBERS_OF_A_KEY = 64
+_MAX_KEY_SIZE = 64
 _PACKAGES = ("distribute-jax", "jax", "flax", "orbax-checkpoint", "numpy")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a leaf, which one process wrote."""
+    """A box of a leaf, written by one process."""
 
     folder: str
-    """Where it is, below the folder with the arrays."""
+    """Below the folder with the arrays."""
     name: str
     start: tuple[int, ...]
-    """Where the box begins in the stored numbers of the leaf."""
+    """The index of its first element in the stored array."""
     shape: tuple[int, ...]
     sha256: str
-    """A digest of its numbers."""
 
     @property
     def box(self) -> tuple[slice, ...]:
-        """The slices of the leaf that it is."""
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
 
 
 @dataclass(frozen=True)
 class Record:
-    """What the manifest says of one leaf."""
+    """The entry of one leaf in the manifest."""
 
     spec: Spec
     sha256: str
-    """A digest of the text or of the digests of the parts; equal where two leaves hold the same."""
+    """The digest of the value, or of the digests of the parts; equal for leaves with equal contents."""
     text: Any = None
-    """The value itself, where the leaf is not an array."""
+    """The value as JSON data, if the leaf is not an array."""
     dtype: str = ""
-    """The dtype of the stored numbers; empty where there are none."""
+    """The dtype of the stored array; empty without one."""
     shape: tuple[int, ...] = ()
-    """The shape of the stored numbers: of a random key, that of its data."""
+    """The shape of the stored array; for random keys, of their data."""
     parts: tuple[Part, ...] = ()
-    """The boxes that its numbers were written in."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds, and how to tell that it is all there."""
+    """The contents of a checkpoint, with digests by which damage is detected."""
 
     step: int | None
-    """The step, or None for a checkpoint that a manager has not saved."""
+    """None for a checkpoint that was not saved by a manager."""
     arrays: str
     """The folder with the arrays, beside the manifest."""
     files: Mapping[str, str]
     """The sha256 of every file below that folder."""
     leaves: tuple[Record, ...]
     made_by: Mapping[str, Any]
-    """Versions, open scope and number of replicas: for people, nothing depends on them."""
+    """Versions, strategy and number of devices: for people who read it."""
 
 
 def made_by(devices: int) -> dict[str, Any]:
-    """Returns what is saving: versions of packages, the open scope, and over how many devices."""
+    """Returns the versions of packages, the strategy of the open scope, and the number of devices."""
     top = _frames.entered()
     return {
         "strategy": None if top is None else type(top.strategy).__name__,
@@ -106,22 +102,22 @@ def made_by(devices: int) -> dict[str, Any]:
 def _version(package: str) -> str:
     try:
         return version(package)
-    except PackageNotFoundError:  # used from its source tree
+    except PackageNotFoundError:  # imported from its source tree
         return "not installed"
 
 
-def record_of(spec: Spec, dtype: str, parts: Sequence[Part]) -> Record:
+def make_record(spec: Spec, dtype: str, parts: Sequence[Part]) -> Record:
     """Returns the entry of a leaf from its parts."""
     ordered = tuple(sorted(parts, key=lambda part: part.start))
-    # Of a random key, the dims behind its own are those of the data of each.
+    # The data of random keys has more dims than the array of keys.
     shape = (*spec.shape, *ordered[0].shape[len(spec.shape) :])
     alone = len(ordered) == 1
     sha256 = ordered[0].sha256 if alone else digest_of([(p.start, p.sha256) for p in ordered])
     return Record(spec, sha256, None, dtype, shape, ordered)
 
 
-def text_of(manifest: Manifest) -> str:
-    """Returns the text of the file, with a digest of itself."""
+def manifest_text(manifest: Manifest) -> str:
+    """Returns the content of the manifest's file, which has a digest of itself."""
     content = {"format": _FORMAT, **asdict(manifest)}
     return json.dumps({"sha256": _digest(content), "content": content}, indent=1)
 
@@ -131,14 +127,14 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(plain.encode()).hexdigest()
 
 
-def manifest_in(folder: object, text: bytes) -> Manifest:
-    """Reads the text of a manifest and checks it against its digest."""
+def parse_manifest(folder: object, text: bytes) -> Manifest:
+    """Parses the file of a manifest, and compares it with its digest."""
     try:
         whole = json.loads(text)
         content: dict[str, Any] = {**whole["content"]}
         is_intact = whole["sha256"] == _digest(content)
         number = content.pop("format")
-    except _NOT_A_MANIFEST as error:
+    except _PARSE_ERRORS as error:
         raise CheckpointDamagedError(
             f"{folder}/{MANIFEST} cannot be read ({error!r:.80})"
         ) from error
@@ -154,22 +150,22 @@ def manifest_in(folder: object, text: bytes) -> Manifest:
     try:
         manifest = Manifest(leaves=tuple(map(_record, content.pop("leaves"))), **content)
         _check_names(manifest)
-    except _NOT_A_MANIFEST as error:
+    except _PARSE_ERRORS as error:
         raise CheckpointDamagedError(
             f"{folder}/{MANIFEST} does not describe a checkpoint ({error!r:.120})"
         ) from error
     return manifest
 
 
-_NOT_A_MANIFEST = (
+_PARSE_ERRORS = (
     *(ValueError, TypeError, LookupError),
     *(AttributeError, ArithmeticError, RecursionError),
 )
-"""What goes wrong where JSON has another structure than a manifest."""
+"""Errors of parsing JSON that has not the structure of a manifest."""
 
 
 def _check_names(manifest: Manifest) -> None:
-    """Raises for a name that no checkpoint has, and that could lead out of it."""
+    """Raises for a name that could lead out of the checkpoint."""
     parts = [part for record in manifest.leaves for part in record.parts]
     files = [file.partition("/") for file in manifest.files]
     folders = {manifest.arrays, *(part.folder for part in parts), *(file[0] for file in files)}
@@ -182,20 +178,20 @@ def _check_names(manifest: Manifest) -> None:
 
 def _record(saved: Mapping[str, Any]) -> Record:
     spec = Spec(**_with_shapes(saved["spec"]))
-    parts = tuple(map(part_in, saved["parts"]))
+    parts = tuple(map(parse_part, saved["parts"]))
     record = Record(**_with_shapes(saved) | {"spec": spec, "parts": parts})
-    is_right = _holds_numbers(record) if record.dtype else _holds_text(record)
+    is_right = _is_consistent_array(record) if record.dtype else _is_consistent_value(record)
     if not is_right:
         raise ValueError(f"the entry of {spec.path} contradicts itself")
     return record
 
 
-def _holds_numbers(record: Record) -> bool:
-    """Returns whether the parts are those of an array or a key: nothing larger is ever allocated."""
+def _is_consistent_array(record: Record) -> bool:
+    """True if the parts add up to the shape, which bounds the memory that is allocated."""
     spec, shape = record.spec, record.shape
     inner = shape[len(spec.shape) :]
     if spec.kind == KEY:
-        fits = record.dtype == "uint32" and math.prod(inner) <= _MOST_NUMBERS_OF_A_KEY
+        fits = record.dtype == "uint32" and math.prod(inner) <= _MAX_KEY_SIZE
     else:
         fits = spec.kind == ARRAY and record.dtype == spec.dtype and not inner
     boxes = [(*zip(part.start, part.shape, shape, strict=True),) for part in record.parts]
@@ -207,16 +203,15 @@ def _holds_numbers(record: Record) -> bool:
     )
 
 
-def _holds_text(record: Record) -> bool:
-    """Returns whether the text is that of a Python value of the type, or of an iterator."""
+def _is_consistent_value(record: Record) -> bool:
+    """True if the value has the type of the leaf, or the leaf is an iterator."""
     spec = record.spec
     if spec.kind != PYTHON or record.parts:
         return spec.kind == ITERATOR and not record.parts
     return type(python_value(spec, record.text)).__name__ == spec.dtype
 
 
-def part_in(saved: Mapping[str, Any]) -> Part:
-    """Reads the entry of a part."""
+def parse_part(saved: Mapping[str, Any]) -> Part:
     return Part(**_with_shapes(saved) | {"start": _sizes(saved["start"])})
 
 
@@ -230,13 +225,13 @@ def _sizes(numbers: Sequence[int]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def is_step(name: str) -> bool:
-    """Returns whether a name is that of a step."""
+def is_step_name(name: str) -> bool:
+    """True if a name is that of a step's folder."""
     return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
 def check_files(folder: object, digests: Mapping[str, str], expected: Mapping[str, str]) -> None:
-    """Raises before Orbax reads bytes that it did not write: its threads would outlive the error."""
+    """Raises if digests differ, before Orbax reads damaged files: its threads would outlive its error."""
     faults = [
         f"{name}: {'other bytes than were written' if name in digests else 'missing'}"
         for name, digest in expected.items()

@@ -1,7 +1,7 @@
-"""Arrays as files, most of them by Orbax: those of a checkpoint, and the weights of plain Flax programs.
+"""Writes and reads arrays by Orbax or as raw bytes, and loads weights that plain Flax programs saved.
 
-Orbax writes arrays of NumPy on process 0 alone, and no array of JAX that one process of several holds for
-itself: what other processes write is the bytes of their arrays.
+Orbax writes NumPy arrays on process 0 only, and refuses a JAX array that is local to one of several
+processes. So the other processes write their arrays as raw bytes.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from distribute_jax._messages import error_text, leaf_text, listed
 from distribute_jax.checkpoint._agreement import on_all
 from distribute_jax.variables import Variable
 
-_STORED = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)) | {
-    *("bool", "bfloat16", "float16", "float32", "float64", "complex64", "complex128")
-}
-"""Dtypes that Orbax stores as they are; the numbers of others are stored as bytes."""
+_ORBAX_DTYPES = frozenset(
+    f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)
+) | {*("bool", "bfloat16", "float16", "float32", "float64", "complex64", "complex128")}
+"""Dtypes that Orbax supports; arrays of others are stored as bytes."""
 
 Array = np.ndarray[Any, Any]
 
 
 def write_arrays(folder: Path, named: Mapping[str, Array]) -> None:
-    """Writes arrays, none of them empty, to a folder that does not exist yet.
+    """Writes arrays by Orbax, none of them empty, to a folder that does not exist yet.
 
-    Orbax joins nested names with dots and makes paths of them, so that names that users choose could
-    collide; the manifest keeps those.
+    The names are numbers, and the users' names are in the manifest: Orbax makes paths of nested names joined
+    with dots, which could collide.
     """
     import orbax.checkpoint as ocp
 
     stored = {
-        name: data if data.dtype.name in _STORED else _bytes(data) for name, data in named.items()
+        name: data if data.dtype.name in _ORBAX_DTYPES else _bytes(data)
+        for name, data in named.items()
     }
-    with _quiet(), _orbax_alone() as orbax:
+    with _silenced(), _local_checkpointer() as orbax:
         orbax.save(folder.absolute(), args=ocp.args.PyTreeSave(stored))
 
 
@@ -55,8 +56,8 @@ def _bytes(data: Array) -> Array:
     return data.reshape(-1).view(np.uint8)
 
 
-def _orbax_alone() -> Any:
-    """Returns an Orbax checkpointer of this process alone, which waits for no other one."""
+def _local_checkpointer() -> Any:
+    """Returns an Orbax checkpointer that does not wait for other processes."""
     import orbax.checkpoint as ocp
 
     me = jax.process_index()
@@ -68,9 +69,12 @@ def _orbax_alone() -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps Orbax from printing, once for each of its threads, the error that it then raises here."""
-    with _hook_lock, _filtered(lambda record: not (record.exc_info and "orbax" in record.pathname)):
+def _silenced() -> Iterator[None]:
+    """Keeps Orbax's threads from printing an error that is also raised here."""
+    with (
+        _hook_lock,
+        _filtered_log(lambda record: not (record.exc_info and "orbax" in record.pathname)),
+    ):
         outer_hook = threading.excepthook
 
         def hook(failed: threading.ExceptHookArgs) -> None:
@@ -85,8 +89,8 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _filtered(keeps: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
-    """Filters what Orbax logs."""
+def _filtered_log(keeps: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
+    """Filters the log of absl, and so of Orbax."""
     logger = logging.getLogger("absl")
     logger.addFilter(keeps)
     try:
@@ -96,20 +100,20 @@ def _filtered(keeps: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
 
 
 _hook_lock = threading.Lock()
-"""Held by the one thread that has its hook in place; several managers write one after the other."""
+"""Held while ``threading.excepthook`` is replaced, so that several managers write one after the other."""
 
 
 Sizes = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Dtype and shape of some arrays, by their names."""
+"""Dtype and shape of arrays, by their names."""
 
 
 def read_arrays(folder: Path, sizes: Sizes) -> Mapping[str, Any]:
-    """Reads some arrays of a folder, as they are stored; raises where Orbax cannot, or they are larger."""
+    """Reads some arrays of a folder by Orbax; raises before that if the shape of one is not as expected."""
     with _reading(folder) as orbax:
         stored = orbax.metadata(folder.absolute()).item_metadata
         for name, (dtype, shape) in sizes.items():
             stored_shape = stored[name].shape
-            if tuple(stored_shape) not in (shape, (size_of(dtype, shape),)):
+            if tuple(stored_shape) not in (shape, (byte_count(dtype, shape),)):
                 raise ValueError(f"array {name} has the shape {tuple(stored_shape)}, not {shape}")
         read: Mapping[str, Any] = orbax.restore(
             folder.absolute(), args=_as_numpy(dict.fromkeys(sizes, 0))
@@ -119,8 +123,8 @@ def read_arrays(folder: Path, sizes: Sizes) -> Mapping[str, Any]:
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[Any]:
-    """Yields Orbax to read a folder; what it says of bytes that it did not write is an error of ours."""
-    with _orbax_alone() as orbax:
+    """Yields an Orbax checkpointer, whose errors are raised as ``CheckpointDamagedError``."""
+    with _local_checkpointer() as orbax:
         try:
             yield orbax
         except PermissionError:
@@ -132,7 +136,7 @@ def _reading(folder: Path) -> Iterator[Any]:
 
 
 def _as_numpy(some: Any) -> Any:
-    """Returns the arguments with which Orbax reads some leaves of a tree as arrays of NumPy."""
+    """Returns the arguments with which Orbax reads a part of a tree as NumPy arrays."""
     import orbax.checkpoint as ocp
 
     each = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), some)
@@ -140,52 +144,54 @@ def _as_numpy(some: Any) -> Any:
 
 
 def write_bytes(folder: Path, named: Mapping[str, Array]) -> None:
-    """Writes arrays to a folder that does not exist yet, each as a file of its little-endian bytes."""
+    """Writes arrays to a folder that does not exist yet, each as a file of little-endian bytes."""
     folder.mkdir()
     for name, data in named.items():
         (folder / name).write_bytes(_bytes(data).data)
 
 
 def read_bytes(folder: Path, sizes: Sizes) -> Mapping[str, Any]:
-    """Reads some of those arrays, as bytes."""
+    """Reads some of these files, as arrays of bytes."""
     return {name: np.fromfile(folder / name, np.uint8) for name in sizes}
 
 
-def size_of(dtype: str, shape: tuple[int, ...]) -> int:
+def byte_count(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * np.dtype(dtype).itemsize
 
 
 def from_stored(folder: str, path: str, stored: Any, dtype: str, shape: tuple[int, ...]) -> Array:
-    """Returns the array that was stored, as such or as bytes; damaged if that is not what was saved."""
+    """Returns a stored array in its dtype and shape; raises if it cannot be the one that was saved."""
     if isinstance(stored, np.ndarray):
         if (stored.dtype.name, stored.shape) == (dtype, shape):
             return stored
-        if stored.dtype == np.uint8 and stored.size == size_of(dtype, shape):
+        if stored.dtype == np.uint8 and stored.size == byte_count(dtype, shape):
             return stored.view(dtype).reshape(shape)
     raise CheckpointDamagedError(
         f"{folder} holds {leaf_text(stored)} for {path}, which was saved as {dtype}{list(shape)}"
     )
 
 
-_TREE = "_METADATA"
-"""The file in which Orbax says what tree it wrote to a folder."""
-_WRITTEN = "_CHECKPOINT_METADATA"
+_TREE_METADATA = "_METADATA"
+"""Orbax's description of the tree in a folder."""
+_CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 _NOT_WEIGHTS = (nnx.RngState, nnx.Cache, nnx.Intermediate)
-_AROUND_WEIGHTS = ("params", "model", "module", "state")
+_WRAPPER_KEYS = ("params", "model", "module", "state")
 _MISFIT = """\
 {folder} holds the weights of another model; nothing was changed:
 {lines}
 The names and shapes of the module and of the one that was saved must be the same."""
 
 
-def flax_folder(path: str | os.PathLike[str]) -> Path | None:
-    """Returns the folder in which Orbax wrote one tree for plain Flax; None where none is at a path."""
+def find_flax_folder(path: str | os.PathLike[str]) -> Path | None:
+    """Returns the folder of the one tree that Orbax has written at a path; None if there is none."""
     place = Path(path)
-    if (place / _TREE).exists():
+    if (place / _TREE_METADATA).exists():
         return place.absolute()
-    if not (place / _WRITTEN).exists():
+    if not (place / _CHECKPOINT_METADATA).exists():
         steps = sorted(
-            int(p.parent.name) for p in place.glob(f"*/{_WRITTEN}") if p.parent.name.isdigit()
+            int(p.parent.name)
+            for p in place.glob(f"*/{_CHECKPOINT_METADATA}")
+            if p.parent.name.isdigit()
         )
         if steps:
             raise CheckpointError(
@@ -193,7 +199,7 @@ def flax_folder(path: str | os.PathLike[str]) -> Path | None:
                 f"{place / str(steps[-1])}"
             )
         return None
-    items = sorted(item.name for item in place.iterdir() if (item / _TREE).exists())
+    items = sorted(item.name for item in place.iterdir() if (item / _TREE_METADATA).exists())
     if len(items) != 1:
         raise CheckpointError(
             f"{place} is an Orbax checkpoint of {len(items)} trees ({', '.join(items)}). Give the path "
@@ -203,16 +209,16 @@ def flax_folder(path: str | os.PathLike[str]) -> Path | None:
 
 
 def _read(folder: Path, wanted: Mapping[str, Any] | None = None) -> Any:
-    """Reads leaves of such a folder as arrays of NumPy, or by default the types of all."""
-    # It warns of every item that a manager wrote.
-    with _filtered(lambda record: "orbax" not in record.pathname), _reading(folder) as orbax:
+    """Reads some leaves as NumPy arrays; by default the metadata of all."""
+    # Orbax warns of every item that its own manager has written.
+    with _filtered_log(lambda record: "orbax" not in record.pathname), _reading(folder) as orbax:
         if wanted is None:
             return dict(orbax.metadata(folder).item_metadata.tree)
         return orbax.restore(folder, args=_as_numpy(wanted))
 
 
 def assign(variable: nnx.Variable[Any], new: Any) -> None:
-    """Sets the value of a weight, in its dtype and where it is."""
+    """Sets the value of a weight, keeping its dtype and sharding."""
     if isinstance(variable, Variable):
         variable.assign(np.asarray(new, variable[...].dtype))
         return
@@ -221,7 +227,7 @@ def assign(variable: nnx.Variable[Any], new: Any) -> None:
 
 
 def load_flax(folder: Path, module: nnx.Module) -> None:
-    """Sets the weights of a module to those of a folder; none where names or shapes differ."""
+    """Sets the weights of a module to those of a folder; none if names or shapes differ."""
     graph = [(tuple(map(str, path)), node) for path, node in nnx.iter_graph(module)]
     variables = {path: node for path, node in graph if isinstance(node, nnx.Variable)}
     wanted = {path: v for path, v in variables.items() if not isinstance(v, _NOT_WEIGHTS)}
@@ -250,19 +256,19 @@ def load_flax(folder: Path, module: nnx.Module) -> None:
 def _saved_weights(
     node: Any, names: Collection[tuple[str, ...]], at: tuple[str, ...] = ()
 ) -> dict[tuple[str, ...], Any]:
-    """Returns path and type of what plain Flax saved, by its path in a module.
+    """Returns the saved path and the metadata of each weight, by its path in the module.
 
-    Above it are collections, such as Linen's, or other trees, such as an optimizer's.
+    The weights may be below collections, such as Linen's, and beside other trees, such as an optimizer's.
     """
     first = {path[0] for path in names}
     weights: dict[tuple[str, ...], Any] = {}
-    if first.isdisjoint(node) and not node.keys().isdisjoint(_AROUND_WEIGHTS):
+    if first.isdisjoint(node) and not node.keys().isdisjoint(_WRAPPER_KEYS):
         for key, below in node.items():
-            if isinstance(below, dict) and (key in _AROUND_WEIGHTS or first & below.keys()):
+            if isinstance(below, dict) and (key in _WRAPPER_KEYS or first & below.keys()):
                 weights |= _saved_weights(below, names, (*at, key))
         return weights
     for keys, leaf in jax.tree_util.tree_leaves_with_path(node):
         path = tuple(jax.tree_util.keystr(keys, simple=True, separator="\0").split("\0"))
-        is_state = path[-1] == "value" and path not in names  # of an nnx.State
+        is_state = path[-1] == "value" and path not in names  # saved as an nnx.State
         weights[path[:-1] if is_state else path] = (*at, *path), leaf
     return weights

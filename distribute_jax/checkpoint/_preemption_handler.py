@@ -1,4 +1,4 @@
-"""``PreemptionCheckpointHandler``: TensorFlow's names for a loop that saves when it is preempted."""
+"""TensorFlow's ``PreemptionCheckpointHandler`` and ``TerminationConfig``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ import jax
 from distribute_jax._checks import check_number
 from distribute_jax._errors import ArgumentError, MissingPackageError, ServiceError
 from distribute_jax._supervision import GRACE_SECONDS, SAVED
-from distribute_jax.checkpoint._manager import CheckpointManager, save_last
-from distribute_jax.checkpoint._save_load import check_place
+from distribute_jax.checkpoint._manager import CheckpointManager
+from distribute_jax.checkpoint._save_load import check_context
+from distribute_jax.checkpoint._steps import save_last
 from distribute_jax.cluster_resolver._http import metadata_server
 from distribute_jax.processes import Preemption
 from distribute_jax.processes._preemption import TERMINATED
@@ -28,9 +29,9 @@ from distribute_jax.processes._status import report_step
 _R = TypeVar("_R")
 
 _MARGIN_STEPS = 6
-"""How many mean steps before the end of the grace period the last save begins: 3 · 2, as in TensorFlow."""
+"""The last save begins this many mean steps before the grace period ends: 3 · 2, as in TensorFlow."""
 _POLL_SECONDS = 1.0
-"""How late that may be seen."""
+"""How often the time left is compared."""
 
 _PRODUCT_NAME = Path("/sys/class/dmi/id/product_name")
 """Where Linux shows the kind of machine. Asking the metadata server would cost other machines a timeout."""
@@ -62,7 +63,7 @@ class TerminationConfig:
             the processes save once and exit. With more they save, go on training, and save once more when
             little time is left: 6 mean steps, and the time that the first save took. If None, 3600 on a
             Compute Engine VM with GPUs, unless SIGTERM was the notice; otherwise 0.
-        save_fn: called in place of saving, with the arguments of ``save_checkpoint_if_preempted``.
+        save_fn: called instead of saving, with the arguments of ``save_checkpoint_if_preempted``.
 
     Raises:
         ValueError: a negative grace period.
@@ -87,20 +88,21 @@ class TerminationConfig:
 class PreemptionCheckpointHandler:
     """Saves on all processes at one common step when one of them is about to be ended, and exits.
 
-    Making it restores the newest checkpoint, and begins to watch for SIGTERM. All processes then call the
-    same one of its methods around, or between, the same steps. In a loop over an iterator,
-    ``CheckpointManager.preemptible`` needs fewer lines, and saves at intervals and at the end as well.
+    The constructor restores the newest checkpoint, and begins to watch for SIGTERM and other notices of
+    ``TerminationConfig``. All processes then call the same method around, or between, the same steps. In a
+    loop over an iterator, ``CheckpointManager.preemptible`` needs fewer lines, and also saves at intervals
+    and at the end.
 
     Args:
-        cluster_resolver: accepted as in TensorFlow, and not needed: the strategy knows the processes.
+        cluster_resolver: ignored, since the strategy knows the processes; accepted as in TensorFlow.
         checkpoint_or_checkpoint_manager: what to save, a dict as for ``CheckpointManager.save``: the model,
             the optimizer, and the iterator of the loop.
         checkpoint_dir: the directory, of which the newest checkpoint is kept; or a ``CheckpointManager``,
             whose steps are then numbered by ``total_run_calls``.
-        termination_config: what else means the end of a process, and what happens then.
+        termination_config: which notice means the end of a process, and what happens then.
 
     Raises:
-        ValueError: no directory, or a manager in place of what to save.
+        ValueError: the directory is missing, or a manager was passed as what to save.
 
     Example:
         >>> import distribute_jax as dj, tempfile
@@ -124,7 +126,7 @@ class PreemptionCheckpointHandler:
         termination_config: TerminationConfig | None = None,
     ) -> None:
         del cluster_resolver
-        check_place("PreemptionCheckpointHandler")
+        check_context("PreemptionCheckpointHandler")
         if isinstance(checkpoint_or_checkpoint_manager, CheckpointManager) or not checkpoint_dir:
             raise ArgumentError(
                 "PreemptionCheckpointHandler needs what to save and where: "
@@ -154,19 +156,19 @@ class PreemptionCheckpointHandler:
 
     @property
     def total_run_calls(self) -> int:
-        """How many steps are done, over all starts: calls of ``run`` or ``save_checkpoint_if_preempted``."""
+        """The number of calls of ``run`` and ``save_checkpoint_if_preempted``, over all starts."""
         return self._run_calls
 
     def run(self, distributed_train_function: Callable[..., _R], *args: Any, **kwargs: Any) -> _R:
-        """Calls a function that trains, after saving and exiting if it is time to.
+        """Calls a function that trains; before that, saves and exits if all processes agreed to.
 
         Args:
-            distributed_train_function: a step, or several; it takes its batch itself, or as an argument.
+            distributed_train_function: runs a step, or several.
             *args: its arguments.
-            **kwargs: its arguments by name.
+            **kwargs: its keyword arguments.
 
         Returns:
-            What it returned.
+            The result of the function.
         """
         self._check()
         begin = time.monotonic()
@@ -177,7 +179,7 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
-        """Saves and exits, if all processes have agreed to do so here; for loops that do not use ``run``.
+        """Saves and exits if all processes have agreed to do so here; for loops that do not use ``run``.
 
         Args:
             *args: for ``save_fn``.
@@ -188,7 +190,7 @@ class PreemptionCheckpointHandler:
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
-        """Returns a ``with`` block of a few steps, at whose end all save and exit if it is time to."""
+        """Returns a ``with`` block for several steps, at whose end all save and exit if they agreed to."""
         yield
         self.save_checkpoint_if_preempted()
 
@@ -218,7 +220,7 @@ class PreemptionCheckpointHandler:
             self._config.exit_fn()
 
     def _short_of_time(self, notice: float | None) -> Callable[[], bool]:
-        """Returns a watcher that tells when to save again; never on a process that got no notice."""
+        """Returns a watcher that is true when it is time to save again; never on a process without notice."""
         if notice is None:
             return lambda: False
         first_save = time.monotonic() - notice
@@ -230,13 +232,13 @@ class PreemptionCheckpointHandler:
         preemption = Preemption(
             max(self._sigterm_grace, GRACE_SECONDS), watcher, max(self._grace, GRACE_SECONDS)
         )
-        # Called where the handler is dropped too: then SIGTERM has its usual effect again.
+        # Also called when the handler is garbage-collected: SIGTERM then has its usual effect again.
         self._leave = weakref.finalize(self, _leave, preemption)
         self._preemption = preemption.__enter__()
 
 
 def _leave(preemption: Preemption) -> None:
-    if threading.current_thread() is threading.main_thread():  # only there can a signal be set
+    if threading.current_thread() is threading.main_thread():  # elsewhere a handler cannot be set
         preemption.__exit__(SystemExit)
 
 

@@ -1,4 +1,4 @@
-"""Reads a checkpoint: the parts that this process needs, compared with their digests, into a tree."""
+"""Restores a checkpoint: reads the parts that this process needs, verifies digests, sets the leaves."""
 
 from __future__ import annotations
 
@@ -31,8 +31,15 @@ from distribute_jax.checkpoint._leaves import (
     digest_of,
     python_value,
 )
-from distribute_jax.checkpoint._manifest import MANIFEST, PARTS, Manifest, Part, Record, manifest_in
-from distribute_jax.checkpoint._orbax import Sizes, from_stored, read_arrays, read_bytes, size_of
+from distribute_jax.checkpoint._manifest import (
+    MANIFEST,
+    PARTS,
+    Manifest,
+    Part,
+    Record,
+    parse_manifest,
+)
+from distribute_jax.checkpoint._orbax import Sizes, byte_count, from_stored, read_arrays, read_bytes
 from distribute_jax.checkpoint._storage import Directory
 from distribute_jax.checkpoint._write import is_divided
 from distribute_jax.variables import Variable, components_for
@@ -51,28 +58,27 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Saved:
-    """What was read of a leaf."""
+    """A leaf, as far as this process has read it."""
 
     record: Record
     parts: Sequence[tuple[Part, np.ndarray[Any, Any]]]
-    """The parts that were needed, and their numbers."""
 
     def value(self) -> Any:
-        """Returns all of it: an array, or what JSON held."""
+        """Returns the complete array, or the JSON data."""
         if not self.record.dtype:
             return self.record.text
         return self.box(tuple(slice(0, size) for size in self.record.shape))
 
     def box(self, box: Box) -> np.ndarray[Any, Any]:
-        """Returns a box of its numbers; it is damaged where the parts leave a gap there."""
+        """Returns a box of the array; raises if the parts do not cover it."""
         if len(self.parts) == 1 and self.parts[0][0].box == box:
             return self.parts[0][1]
         out = np.empty([dim.stop - dim.start for dim in box], np.dtype(self.record.dtype))
         filled = 0
         for part, data in self.parts:
-            shared = common(part.box, box)
+            shared = intersection(part.box, box)
             if shared is not None:
-                out[_relative(shared, box)] = data[_relative(shared, part.box)]
+                out[_relative_to(shared, box)] = data[_relative_to(shared, part.box)]
                 filled += math.prod(dim.stop - dim.start for dim in shared)
         if filled != out.size:
             raise CheckpointDamagedError(
@@ -81,21 +87,21 @@ class Saved:
         return out
 
 
-def common(left: Box, right: Box) -> Box | None:
-    """Returns what two boxes share; None where that is nothing."""
+def intersection(left: Box, right: Box) -> Box | None:
+    """Returns the intersection of two boxes; None if it is empty."""
     pairs = zip(left, right, strict=True)
     shared = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
     return None if any(dim.start >= dim.stop for dim in shared) else shared
 
 
-def _relative(box: Box, outer: Box) -> Box:
-    """Returns a box by its place in one around it."""
+def _relative_to(box: Box, outer: Box) -> Box:
+    """Returns a box in the coordinates of one that contains it."""
     pairs = zip(box, outer, strict=True)
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in pairs)
 
 
 def local_boxes(array: jax.Array, shape: Sequence[int]) -> dict[Any, Box]:
-    """Returns the box of each of this process's devices in an array; dims that it has less are whole."""
+    """Returns the box that each local device holds; dims of ``shape`` beyond the array's are complete."""
     indices = array.sharding.addressable_devices_indices_map(array.shape)
     whole = [slice(None)] * (len(shape) - array.ndim)
     return {
@@ -107,16 +113,16 @@ def local_boxes(array: jax.Array, shape: Sequence[int]) -> dict[Any, Box]:
     }
 
 
-def needed(record: Record, current: Any) -> list[Part]:
-    """Returns the parts of a leaf that this process needs, to place it as the present value is."""
+def needed_parts(record: Record, current: Any) -> list[Part]:
+    """Returns the parts that this process needs for its shards of the present value."""
     if len(record.parts) < 2 or not is_divided(current):
         return list(record.parts)
     boxes = local_boxes(current, record.shape).values()
-    return [part for part in record.parts if any(common(part.box, box) for box in boxes)]
+    return [part for part in record.parts if any(intersection(part.box, box) for box in boxes)]
 
 
 def manifest_of(directory: Directory, name: str) -> Manifest:
-    """Reads the manifest of a checkpoint, which is damaged where it is missing or not what was written."""
+    """Reads the manifest of a checkpoint; raises if it is missing or damaged."""
     where = directory.path_of(name)
     try:
         text = directory.read(f"{name}/{MANIFEST}")
@@ -128,16 +134,16 @@ def manifest_of(directory: Directory, name: str) -> Manifest:
         ) from error
     except OSError as error:
         raise CheckpointFileError(f"{where} cannot be read: {error}") from error
-    return manifest_in(where, text)
+    return parse_manifest(where, text)
 
 
 def read_leaves(
     directory: Directory, name: str, manifest: Manifest, slots: Sequence[Slot]
 ) -> list[Saved]:
-    """Reads what this process needs of a checkpoint for a tree that it fits, and compares all digests."""
+    """Reads the parts that this process needs for a tree that fits, and verifies their digests."""
     where = directory.path_of(name)
     current = {slot.spec.path: slot.current for slot in slots}
-    parts_of = [needed(record, current[record.spec.path]) for record in manifest.leaves]
+    parts_of = [needed_parts(record, current[record.spec.path]) for record in manifest.leaves]
     sizes: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
     for record, parts in zip(manifest.leaves, parts_of, strict=True):
         for part in parts:
@@ -159,7 +165,7 @@ def read_leaves(
         Saved(record, [(part, array_of(record, part)) for part in parts])
         for record, parts in zip(manifest.leaves, parts_of, strict=True)
     ]
-    changed = [leaf.record.spec.path for leaf in leaves if not _is_as_saved(leaf)]
+    changed = [leaf.record.spec.path for leaf in leaves if not _is_intact(leaf)]
     if changed:
         raise CheckpointDamagedError(
             f"{where} holds other numbers than were saved (the sha256 differs) for\n{listed(changed)}"
@@ -176,21 +182,21 @@ def _read_folder(
         for file, digest in manifest.files.items()
         if file.startswith(f"{folder}/")
     }
-    if by_bytes:  # files of parts that this process does not need are left alone
+    if by_bytes:  # files of other parts are not read
         files = {file: digest for file, digest in files.items() if file in sizes}
-    largest = max(size_of(*size) for size in sizes.values()) if by_bytes else None
+    largest = max(byte_count(*size) for size in sizes.values()) if by_bytes else None
     with directory.arrays(name, f"{manifest.arrays}/{folder}", files, largest) as local:
         return (read_bytes if by_bytes else read_arrays)(local, sizes)
 
 
-def _is_as_saved(leaf: Saved) -> bool:
+def _is_intact(leaf: Saved) -> bool:
     if not leaf.record.dtype:
         return digest_of(leaf.record.text) == leaf.record.sha256
     return all(digest_of(data) == part.sha256 for part, data in leaf.parts)
 
 
 def check_fit(where: str, records: Sequence[Record], slots: Sequence[Slot]) -> None:
-    """Raises a CheckpointError that lists every leaf that is missing, extra or different."""
+    """Raises if leaves are missing, extra or different, and lists all of them."""
     saved = {record.spec.path: record for record in records}
     specs = {slot.spec.path: slot.spec for slot in slots}
     faults = [
@@ -203,7 +209,7 @@ def check_fit(where: str, records: Sequence[Record], slots: Sequence[Slot]) -> N
         for path, spec in specs.items()
         if path not in saved
     ]
-    faults += _shared_faults(saved, slots)
+    faults += _conflicts_of_shared_variables(saved, slots)
     if faults and all(".opt_state" in fault.partition(":")[0] for fault in faults):
         raise CheckpointError(
             _OTHER_OPTIMIZER.format(where=where, first=faults[0].partition(":")[0])
@@ -216,7 +222,7 @@ def _fits(record: Record, spec: Spec) -> bool:
     if record.spec == spec:
         return True
     if record.spec.kind == ARRAY and spec.kind == PYTHON:
-        # A step counter that began as a Python number is an array once a compiled step returned it.
+        # A step counter that was a Python number becomes an array when a compiled step returns it.
         return record.spec.shape == () and _python_type(record.spec.dtype) == spec.dtype
     if record.spec.kind == PYTHON and spec.kind == ARRAY and spec.shape == ():
         return record.spec.dtype == _python_type(spec.dtype) and _is_exact(spec.dtype, record)
@@ -224,12 +230,12 @@ def _fits(record: Record, spec: Spec) -> bool:
 
 
 def _python_type(dtype: str) -> str:
-    """Returns the name of the Python type that a dtype is for."""
+    """Returns the name of the Python type that corresponds to a dtype."""
     return type(np.zeros((), dtype).item()).__name__
 
 
 def _is_exact(dtype: str, record: Record) -> bool:
-    """Returns whether an array of a dtype holds a Python number exactly."""
+    """True if an array of this dtype represents a saved Python number exactly."""
     value = np.asarray(python_value(record.spec, record.text))
     try:
         return value.astype(dtype).astype(value.dtype).tobytes() == value.tobytes()
@@ -237,8 +243,10 @@ def _is_exact(dtype: str, record: Record) -> bool:
         return False
 
 
-def _shared_faults(saved: Mapping[str, Record], slots: Sequence[Slot]) -> Iterator[str]:
-    """Yields where one variable stands at two places for which different values were saved."""
+def _conflicts_of_shared_variables(
+    saved: Mapping[str, Record], slots: Sequence[Slot]
+) -> Iterator[str]:
+    """Yields a line for each variable at two places of the tree whose saved values differ."""
     first: dict[Any, Record] = {}
     for slot in slots:
         record = saved.get(slot.spec.path)
@@ -253,9 +261,9 @@ def _shared_faults(saved: Mapping[str, Record], slots: Sequence[Slot]) -> Iterat
 
 
 def new_values(leaves: Sequence[Saved], slots: Sequence[Slot]) -> list[Any]:
-    """Makes the new value of each slot, placed as the present one, and puts none of them yet."""
+    """Creates the new value of each slot, in the sharding of the present one, without setting it."""
     saved = {leaf.record.spec.path: leaf for leaf in leaves}
-    with outside_mesh():  # the placement of the present value counts, not which scope is open
+    with outside_mesh():  # so that an open scope has no influence on the sharding
         return [_new_value(saved[slot.spec.path], slot) for slot in slots]
 
 
@@ -300,7 +308,7 @@ def _key(data: np.ndarray[Any, Any], current: jax.Array) -> jax.Array:
 
 
 def _placed(value: Any, slot: Slot) -> jax.Array:
-    """Places a value as the array that it replaces."""
+    """Puts a value into the sharding of the array that it replaces."""
     current = slot.current
     is_fixed = current.committed or len(current.sharding.device_set) > 1
     new = put(value, current.sharding) if is_fixed else jnp.asarray(value)
@@ -316,8 +324,8 @@ def _checked(new: jax.Array, value: Any, slot: Slot) -> jax.Array:
     return new
 
 
-def put_all(values: Sequence[Any], slots: Sequence[Slot]) -> None:
-    """Puts every new value, or none: only an iterator can refuse its value, so iterators come first."""
+def put_values(values: Sequence[Any], slots: Sequence[Slot]) -> None:
+    """Sets all new values, or none. Iterators, the only ones that can refuse theirs, come first."""
     pairs = sorted(zip(slots, values, strict=True), key=lambda pair: pair[0].spec.kind != ITERATOR)
     with ExitStack() as undo:
         for slot, value in pairs:

@@ -1,4 +1,4 @@
-"""Saves a tree as one checkpoint, and loads it."""
+"""``save`` and ``load``: a tree as one checkpoint; ``CheckpointManager`` uses the same functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ from distribute_jax._messages import is_donated, listed
 from distribute_jax.checkpoint._agreement import all_values, by_chief, check_shared, on_all, write
 from distribute_jax.checkpoint._leaves import ITERATOR, OTHER, Slot, is_in_place, slots_of
 from distribute_jax.checkpoint._manifest import Manifest, made_by
-from distribute_jax.checkpoint._read import check_fit, manifest_of, new_values, put_all, read_leaves
+from distribute_jax.checkpoint._read import (
+    check_fit,
+    manifest_of,
+    new_values,
+    put_values,
+    read_leaves,
+)
 from distribute_jax.checkpoint._steps import folders
 from distribute_jax.checkpoint._storage import Directory, check_no_pattern, directory_of, is_url
 from distribute_jax.checkpoint._write import Draft, check_same_tree, copy_to_host, write_checkpoint
@@ -54,9 +60,9 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = True) -> 
     killed. The format is that of :class:`CheckpointManager`, and so is what a tree may hold.
     """
     directory, name = _directory_and_name("save", path)
-    check_place("save")
+    check_context("save")
     check_shared("save", directory)
-    draft = draft_of(directory, name, tree, None, "save")
+    draft = make_draft(directory, name, tree, None, "save")
 
     def prepare() -> None:
         directory.check_free(name, overwrite=overwrite)
@@ -71,7 +77,7 @@ def load(path: str | os.PathLike[str], tree: Any, *, partial: bool = False) -> A
     All processes of a job call it; each reads and compares what it puts on its devices, and all load or none.
     The tree is changed in place and returned; with ``partial`` the checkpoint may have more leaves.
     """
-    check_place("load")
+    check_context("load")
     # Below the folder no link is followed; the user's path may be one.
     directory, name = _directory_and_name(
         "load", path if is_url(os.fspath(path)) else os.path.realpath(path)
@@ -90,7 +96,7 @@ def load(path: str | os.PathLike[str], tree: Any, *, partial: bool = False) -> A
 
 
 def saved_paths(path: str | os.PathLike[str]) -> set[str]:
-    """Returns the paths of the leaves of a checkpoint; none where there is no checkpoint."""
+    """Returns the paths of the leaves of a checkpoint; an empty set if there is no checkpoint."""
     directory, name = _directory_and_name("load", path)
     leaves = _manifest(directory, name, path).leaves if directory.holds(name) else ()
     return {leaf.spec.path for leaf in leaves}
@@ -119,8 +125,8 @@ def _directory_and_name(method: str, path: str | os.PathLike[str]) -> tuple[Dire
     return directory_of(method, parent), name
 
 
-def check_place(method: str) -> None:
-    """Raises inside ``run``, under the user's jit, and where the processes cannot communicate."""
+def check_context(method: str) -> None:
+    """Raises inside ``run``, under the user's jit, and if the processes cannot communicate."""
     _context.require_loop_thread(method)
     _context.require_cross_replica(method)
     _context.require_untraced(method)
@@ -131,12 +137,12 @@ def check_place(method: str) -> None:
         )
 
 
-def draft_of(directory: Directory, name: str, tree: Any, step: int | None, method: str) -> Draft:
-    """Copies what this process writes of a tree to the host, so that the tree may change from then on."""
-    check_place(method)
-    # The position of an iterator is that after all steps that were scheduled.
+def make_draft(directory: Directory, name: str, tree: Any, step: int | None, method: str) -> Draft:
+    """Copies what this process writes of a tree to the host; afterwards the tree may change."""
+    check_context(method)
+    # An iterator's position is that after all scheduled steps.
     _context.fetch_state(lambda: any(s.spec.kind == ITERATOR for s in slots_of(tree)[0]))
-    with step_lock:  # a step of another thread would take some of the arrays, or hold tracers
+    with step_lock:  # a step of another thread could donate arrays, or leave tracers
         slots = on_all(method, lambda: _readable_slots(tree, method))
         check_same_tree(slots, method)
         token = by_chief(method, lambda: secrets.token_hex(4))
@@ -166,7 +172,7 @@ def _device_count(slots: Sequence[Slot]) -> int:
 def restore_tree(
     directory: Directory, name: str, manifest_of: Callable[[], Manifest], tree: Any, method: str
 ) -> Any:
-    """Puts a checkpoint into a tree: all of it, or on any error nothing."""
+    """Restores a checkpoint into a tree; on an error nothing is changed."""
     where = directory.path_of(name)
 
     def read(manifest: Manifest) -> tuple[list[Slot], Callable[[], Any], list[Any]]:
@@ -175,11 +181,11 @@ def restore_tree(
         leaves = read_leaves(directory, name, manifest, slots)
         return slots, rebuild, new_values(leaves, slots)
 
-    with step_lock, doing(RESTORING):  # a step of another thread would write what it began with
+    with step_lock, doing(RESTORING):  # a step of another thread would overwrite the new values
         manifest = on_all(method, manifest_of)
         _check_same_checkpoint(method, where, manifest)
         slots, rebuild, values = on_all(method, lambda: read(manifest))
-        on_all(method, lambda: put_all(values, slots))
+        on_all(method, lambda: put_values(values, slots))
     new = rebuild()
     if not isinstance(tree, MutableMapping):
         return new
@@ -189,7 +195,7 @@ def restore_tree(
 
 
 def _check_same_checkpoint(method: str, where: str, manifest: Manifest) -> None:
-    """Raises where the processes have read different files: no two checkpoints' arrays have one name."""
+    """Raises if the processes have read different checkpoints, each of which has a unique token."""
     read = all_values(method, [where, manifest.arrays])
     if len({arrays for _, arrays in read}) > 1:
         lines = "\n".join(f"  process {i}: {', '.join(one)}" for i, one in enumerate(read[:8]))
@@ -200,8 +206,8 @@ def _check_same_checkpoint(method: str, where: str, manifest: Manifest) -> None:
 
 
 def check_target(tree: Any, method: str) -> None:
-    """Raises where new values could not be put in place."""
-    check_place(method)
+    """Raises if a tree has leaves that cannot be replaced."""
+    check_context(method)
     if not isinstance(tree, MutableMapping) and not is_in_place(tree):
         raise CheckpointError(
             f"{method} got a {type(tree).__name__} with arrays or Python values, which cannot be changed "

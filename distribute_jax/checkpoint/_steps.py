@@ -1,9 +1,8 @@
-"""The steps that a manager keeps: their folders, when the next one is saved, and preemption."""
+"""Parts of ``CheckpointManager``: the folders of steps, the schedule of saves, and ``preemptible``."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Self, SupportsIndex
@@ -11,7 +10,8 @@ from typing import Any, Self, SupportsIndex
 from distribute_jax._checks import check_int, check_number
 from distribute_jax._errors import ArgumentError, CheckpointDamagedError, CheckpointFileError
 from distribute_jax._supervision import SAVED
-from distribute_jax.checkpoint._manifest import Manifest, is_step
+from distribute_jax.checkpoint._agreement import pop_error
+from distribute_jax.checkpoint._manifest import Manifest, is_step_name
 from distribute_jax.checkpoint._read import manifest_of
 from distribute_jax.checkpoint._storage import Directory
 from distribute_jax.data._dataset import watch
@@ -20,7 +20,7 @@ from distribute_jax.processes._status import report_step
 
 
 def checked_step(method: str, step: SupportsIndex, tree: Any) -> int:
-    """Returns the number of a step that a user passed, before a tree."""
+    """Returns the user's step number; the error recognises swapped arguments."""
     if not isinstance(step, SupportsIndex) and isinstance(tree, SupportsIndex):
         raise ArgumentError(
             f"{method}(step, tree): step must be an int, and the tree comes second; got a "
@@ -30,16 +30,16 @@ def checked_step(method: str, step: SupportsIndex, tree: Any) -> int:
 
 
 def folders(directory: Directory) -> list[int]:
-    """Returns the steps that are there, complete or not, in ascending order."""
+    """Returns the steps that have a folder, complete or not, in ascending order."""
     try:
         names = directory.names()
     except OSError as error:
         raise CheckpointFileError(f"{directory} cannot be read: {error}") from error
-    return sorted(int(name) for name in names if is_step(name))
+    return sorted(int(name) for name in names if is_step_name(name))
 
 
 def read_step(directory: Directory, step: int) -> Manifest:
-    """Reads the manifest of a step; it is damaged where it is missing, or of another step."""
+    """Reads the manifest of a step; raises if it is missing, damaged, or of another step."""
     manifest = manifest_of(directory, str(step))
     if manifest.step != step:
         raise CheckpointDamagedError(
@@ -49,7 +49,7 @@ def read_step(directory: Directory, step: int) -> Manifest:
 
 
 def complete(directory: Directory) -> list[int]:
-    """Returns the steps that were written to their end, in ascending order."""
+    """Returns the complete steps, in ascending order."""
     steps = []
     for step in folders(directory):
         with suppress(CheckpointDamagedError):
@@ -59,7 +59,7 @@ def complete(directory: Directory) -> list[int]:
 
 
 def prune(directory: Directory, keep: int | None, newest: int) -> None:
-    """Removes the oldest steps, so that ``keep`` remain, ``newest`` among them."""
+    """Removes the oldest steps, so that ``keep`` remain, including ``newest``."""
     if keep is None:
         return
     older = [step for step in folders(directory) if step != newest]
@@ -68,7 +68,7 @@ def prune(directory: Directory, keep: int | None, newest: int) -> None:
 
 
 class Schedule:
-    """Whether a step should be saved: at its intervals since the last save, or without any at each step."""
+    """When to save: after an interval since the last save, or at each step if there are no intervals."""
 
     def __init__(self, every_steps: int | None, every_minutes: float | None) -> None:
         for name, every in {"every_steps": every_steps, "every_minutes": every_minutes}.items():
@@ -77,32 +77,38 @@ class Schedule:
         self._every_steps, self._every_minutes = every_steps, every_minutes
         self.has_intervals = every_steps is not None or every_minutes is not None
         self.reads_clock = every_minutes is not None
-        """Whether the processes of a job may see it differently."""
+        """True if the processes of a job may decide differently."""
         self.note(0)
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to save now; loops that take several steps at once may pass a multiple."""
+        """True if it is time to save; a loop of several steps at once may pass a multiple of the interval."""
         steps, minutes = self._every_steps, self._every_minutes
         by_step = steps is not None and step // steps > self._step // steps
         by_time = minutes is not None and time.monotonic() - self._time >= 60 * minutes
         return not self.has_intervals or by_step or by_time
 
     def note(self, step: int) -> None:
-        """Counts from this step and from now on."""
+        """Restarts the intervals at this step and time."""
         self._step, self._time = step, time.monotonic()
+
+
+def save_last(manager: Any, step: int, tree: Any) -> None:
+    """Saves before the program exits; raises an error even if the manager's policy is to warn."""
+    manager.save(step, tree, force=True)
+    if (error := pop_error("CheckpointManager.wait", manager._background)) is not None:
+        raise error
 
 
 class Preemptible:
     """The ``with`` block of ``CheckpointManager.preemptible``, around a loop.
 
     Attributes:
-        step: the steps that are done, over all starts of the program.
+        step: the number of finished steps, over all starts of the program.
     """
 
     def __init__(
         self,
         manager: Any,
-        save_last: Callable[[int, Any], None],
         tree: Any,
         iterator: Any,
         preemption: Preemption,
@@ -113,9 +119,9 @@ class Preemptible:
                     "CheckpointManager.preemptible: tree['iterator'] must be the iterator of the loop."
                 )
             tree = {**tree, "iterator": iterator}
-        iterator.state()  # raises by name where the source could not go on in the middle
+        iterator.state()  # raises if its source cannot seek
         self._manager, self._iterator, self._preemption = manager, iterator, preemption
-        self._save_last, self._tree = save_last, tree
+        self._tree = tree
         self._exits = ExitStack()
         self._saved = -1
         self.step = 0
@@ -145,11 +151,11 @@ class Preemptible:
             self._manager.wait()
 
     def between_steps(self) -> None:
-        """Called by the iterator: saves when it is time to, and exits when all have agreed to."""
+        """Called by the iterator: saves at intervals, and saves and exits if all processes agreed to."""
         report_step(self.step)
         if self._preemption.reached(self.step):
             if self.step > self._saved:
-                self._save_last(self.step, self._tree)
+                save_last(self._manager, self.step, self._tree)
             raise SystemExit(SAVED)
         saves = self._manager.saves_at_intervals and self.step > self._saved
         if saves and self._manager.save(self.step, self._tree):

@@ -1,4 +1,4 @@
-"""The choice between a disk and an object store as the place for checkpoints."""
+"""Chooses between a disk and an object store by the path or URL of a directory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from distribute_jax.checkpoint._bucket import BucketDirectory, bucket_directory
 from distribute_jax.checkpoint._disk import DiskDirectory
 
 Directory: TypeAlias = DiskDirectory | BucketDirectory
-"""A place for checkpoints; both kinds have the same methods, which ``DiskDirectory`` describes."""
+"""Both have the same methods, which ``DiskDirectory`` documents."""
 
 _URL_AS_PATH = re.compile(r"(gs|gcs|s3|az|abfs|memory):/[^/]")
-"""What ``pathlib.Path`` makes of a URL."""
+"""A URL after ``pathlib.Path`` has removed a slash."""
 
 
 def is_url(text: str) -> bool:
-    """Returns whether a text is the URL of an object store rather than a path."""
+    """True if a text is a URL rather than a path."""
     return "://" in text
 
 
@@ -38,7 +38,7 @@ def directory_of(method: str, path: str | os.PathLike[str]) -> Directory:
 
 
 def check_no_pattern(method: str, text: str) -> None:
-    """Raises for a path under which Orbax would not find what it has saved."""
+    """Raises for a path with wildcards, below which Orbax would not find what it has saved."""
     path = os.path.abspath(text)
     if re.search(r"[*?\[]", path):
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Writes a checkpoint: each process its arrays, from copies on the host, and the chief a manifest."""
+"""Writes a checkpoint from copies on the host: each process its arrays, the chief the manifest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flax import nnx
 from distribute_jax._errors import CheckpointError, CheckpointFileError
 from distribute_jax._mesh import local_copy_of_replicated
 from distribute_jax._messages import error_text, is_key, listed
-from distribute_jax.checkpoint._agreement import SEEN_SECONDS, WriteCoordinator, all_values
+from distribute_jax.checkpoint._agreement import VISIBILITY_SECONDS, WriteCoordinator, all_values
 from distribute_jax.checkpoint._leaves import ARRAY, Slot, Spec, digest_of, host_copy, saved_value
 from distribute_jax.checkpoint._manifest import (
     ARRAYS,
@@ -29,82 +29,79 @@ from distribute_jax.checkpoint._manifest import (
     Manifest,
     Part,
     Record,
-    part_in,
-    record_of,
-    text_of,
+    make_record,
+    manifest_text,
+    parse_part,
 )
 from distribute_jax.checkpoint._orbax import write_arrays, write_bytes
 from distribute_jax.checkpoint._storage import Directory
 from distribute_jax.processes import current_job
 
 _DIFFER = """\
-{method}: the processes hold different things, of which one checkpoint can hold only one:
+{method}: these leaves differ between the processes, and a checkpoint can hold only one value of each:
 {lines}
 Save what is the same on all processes: build models and optimizers in the scope of the strategy of the \
 job, and leave out what belongs to one process."""
 
-_SHARE = 32 * 2**20
-"""Bytes of mirrored leaves from which a further process takes a share: a file more costs every reader."""
+_MIN_BYTES_PER_WRITER = 32 * 2**20
+"""Bytes of mirrored leaves for each process that writes some: every further file costs readers time."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of one leaf: all of it, or what the devices of this process hold."""
+    """A box of one leaf: the complete leaf, or a shard of this process."""
 
     leaf: int
-    """Which leaf of the tree."""
+    """The index of the leaf in the tree."""
     data: np.ndarray[Any, Any]
-    """Its numbers; of random keys, their data."""
+    """For random keys, their data."""
     start: tuple[int, ...]
-    """Where the box begins in the leaf."""
+    """The index of its first element in the leaf."""
     is_whole: bool
 
     @property
     def name(self) -> str:
-        """What it is called in its folder."""
         return "_".join(map(str, [self.leaf] if self.is_whole else [self.leaf, *self.start]))
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A checkpoint that is to be written, as one process has it."""
+    """A checkpoint to be written, with the data that this process writes."""
 
     directory: Directory
     name: str
-    """What it will be called there."""
     step: int | None
-    """The step, or None for a checkpoint that a manager has not saved."""
+    """None for a checkpoint that is not saved by a manager."""
     token: str
-    """A text that no other checkpoint has, the same on all processes."""
+    """Unique to this checkpoint, and the same on all processes."""
     specs: list[Spec]
-    """All leaves of the tree."""
+    """Of all leaves of the tree."""
     texts: Mapping[int, Any]
-    """What JSON holds for the leaves that are not arrays."""
+    """JSON data of the leaves that are not arrays."""
     pieces: list[Piece]
-    """The numbers that this process writes."""
     made_by: Mapping[str, Any]
 
     @property
     def bytes(self) -> int:
-        """How much space the pieces need, before Orbax compresses them."""
+        """The size of the pieces before Orbax compresses them."""
         return sum(piece.data.nbytes for piece in self.pieces)
 
     def note(self, process: int) -> str:
-        """Returns the file in which a process tells the chief what it has written."""
-        return f"{self.directory.notes(self.name, self.token)}/{process}.part"
+        """Returns the path of the file in which a process lists, for the chief, what it has written."""
+        return f"{self.directory.notes_folder(self.name, self.token)}/{process}.part"
 
 
 def write_checkpoint(draft: Draft, prepare: Callable[[], None]) -> None:
-    """Writes a checkpoint so that at every moment the old one or the new one is there, whole.
+    """Writes a checkpoint so that at every moment the old one or the new one is there, complete.
 
-    All processes of a job call it, in a thread beside the training: each writes its pieces, and the chief
-    calls ``prepare`` before and commits when all have.
+    All processes of a job call it, in a background thread: the chief calls ``prepare``, each process writes
+    its pieces, and the chief commits when all have.
     """
     job = current_job()
     coordinator = WriteCoordinator(job, draft.token)
-    with _explained(draft):
+    with _explained_errors(draft):
         if job.index:
-            _help(draft, coordinator)
+            _write_as_helper(draft, coordinator)
             return
         with coordinator.leading():
             prepare()
@@ -113,7 +110,7 @@ def write_checkpoint(draft: Draft, prepare: Callable[[], None]) -> None:
                 try:
                     written = [_write_pieces(draft, 0)]
                 except Exception:
-                    coordinator.await_reports()  # they write into the folder that is removed now
+                    coordinator.await_reports()  # the others still write into the folder to be removed
                     raise
                 written += _notes_of_others(draft, coordinator)
                 draft.directory.commit(draft.name, draft.token, _manifest(draft, written))
@@ -132,12 +129,12 @@ def _notes_of_others(draft: Draft, coordinator: WriteCoordinator) -> Iterator[di
         yield json.loads(text)
 
 
-def _help(draft: Draft, coordinator: WriteCoordinator) -> None:
+def _write_as_helper(draft: Draft, coordinator: WriteCoordinator) -> None:
     if not coordinator.await_open():
         return
     me = current_job().index
     try:
-        with _explained(draft):
+        with _explained_errors(draft):
             text = json.dumps(_write_pieces(draft, me)).encode()
             draft.directory.write(draft.note(me), text)
     except Exception as error:
@@ -147,8 +144,8 @@ def _help(draft: Draft, coordinator: WriteCoordinator) -> None:
 
 
 def _read_note(directory: Directory, path: str, sha256: str) -> bytes | None:
-    """Reads and removes what another process has written, once this host sees it."""
-    deadline = time.monotonic() + SEEN_SECONDS
+    """Reads and removes the note of another process once this host sees it; None if it does not in time."""
+    deadline = time.monotonic() + VISIBILITY_SECONDS
     while time.monotonic() < deadline:
         try:
             text = directory.read(path)
@@ -162,7 +159,7 @@ def _read_note(directory: Directory, path: str, sha256: str) -> bytes | None:
 
 
 @contextmanager
-def _explained(draft: Draft) -> Iterator[None]:
+def _explained_errors(draft: Draft) -> Iterator[None]:
     try:
         yield
     except CheckpointError:
@@ -170,7 +167,7 @@ def _explained(draft: Draft) -> Iterator[None]:
     except Exception as error:
         free = draft.directory.free_bytes()
         left = "" if free is None else f", and {free} are free there"
-        text = error_text(error)  # at whose end Orbax says what the system said
+        text = error_text(error)  # Orbax puts the system's message at its end
         text = text if len(text) < 300 else f"{text[:100]} … {text[-200:]}"
         reason = f"{type(error).__name__}: {text}"
         raise CheckpointFileError(
@@ -181,7 +178,7 @@ def _explained(draft: Draft) -> Iterator[None]:
 
 
 def _write_pieces(draft: Draft, process: int) -> dict[str, Any]:
-    """Writes what a process has, and returns what the chief has to know of it, plain data."""
+    """Writes this process's pieces; returns digests and parts for the manifest, as JSON data."""
     by_orbax = [piece for piece in draft.pieces if piece.is_whole and process == 0]
     by_bytes = [piece for piece in draft.pieces if not (piece.is_whole and process == 0)]
     files: dict[str, str] = {}
@@ -205,23 +202,23 @@ def _manifest(draft: Draft, written: Sequence[Mapping[str, Any]]) -> str:
     parts: dict[int, list[Part]] = defaultdict(list)
     dtypes: dict[int, str] = {}
     for leaf, dtype, part in (entry for one in written for entry in one["parts"]):
-        parts[leaf].append(part_in(part))
+        parts[leaf].append(parse_part(part))
         dtypes[leaf] = dtype
     leaves = tuple(
-        record_of(spec, dtypes[i], parts[i])
+        make_record(spec, dtypes[i], parts[i])
         if i in parts
         else Record(spec, digest_of(draft.texts[i]), draft.texts[i])
         for i, spec in enumerate(draft.specs)
     )
     files = {name: digest for one in written for name, digest in one["files"].items()}
     arrays = ARRAYS + draft.token
-    return text_of(Manifest(draft.step, arrays, files, leaves, draft.made_by))
+    return manifest_text(Manifest(draft.step, arrays, files, leaves, draft.made_by))
 
 
 def check_same_tree(slots: Sequence[Slot], method: str) -> None:
-    """Raises where the processes are about to save different leaves, or different local values.
+    """Raises if the processes are about to save different leaves, or different local values.
 
-    The numbers of arrays that the processes hold together are not compared: ``check_in_sync`` does that.
+    Values of global arrays are not compared; ``check_in_sync`` does that.
     """
     if current_job().is_alone:
         return
@@ -246,10 +243,10 @@ def _identity(slot: Slot) -> str:
 
 
 def copy_to_host(slots: Sequence[Slot]) -> tuple[dict[int, Any], list[Piece]]:
-    """Copies what this process writes to the host: texts, by their leaves, and arrays.
+    """Copies what this process writes to the host: JSON data, by the index of the leaf, and arrays.
 
-    Of a leaf that is divided among the processes each writes the parts that it holds; of equal ones the
-    first. Leaves that all hold whole are divided by their sizes. All processes call it.
+    Of a leaf that is sharded over the processes, each process writes its shards, and of equal shards the
+    first. Of the other leaves, each is written by one process, chosen by size. All processes call it.
     """
     me = current_job().index
     writers = _writers([slot.spec for slot in slots], current_job().count)
@@ -260,7 +257,7 @@ def copy_to_host(slots: Sequence[Slot]) -> tuple[dict[int, Any], list[Piece]]:
         if is_divided(slot.current):
             pieces += _local_parts(i, slot.current)
             continue
-        value = slot.read()  # of an ON_READ variable all processes compute it together
+        value = slot.read()  # collective for an ON_READ variable
         if writers[i] != me:
             continue
         value = local_copy_of_replicated(value) if isinstance(value, jax.Array) else value
@@ -273,7 +270,7 @@ def copy_to_host(slots: Sequence[Slot]) -> tuple[dict[int, Any], list[Piece]]:
 
 
 def _begin_copies(slots: Sequence[Slot], are_local: Sequence[bool]) -> None:
-    """Lets all copies run at once; the loop that follows then waits for each."""
+    """Starts all device-to-host copies, so that they overlap."""
     for slot, is_local in zip(slots, are_local, strict=True):
         array = slot.current
         if not isinstance(array, jax.Array) or is_key(array):
@@ -287,7 +284,7 @@ def _begin_copies(slots: Sequence[Slot], are_local: Sequence[bool]) -> None:
 
 
 def _local_parts(i: int, array: jax.Array) -> Iterator[Piece]:
-    """Yields the parts of a divided array that this process writes."""
+    """Yields the shards that this process writes."""
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
             data = host_copy(jax.random.key_data(shard.data) if is_key(array) else shard.data)
@@ -297,9 +294,9 @@ def _local_parts(i: int, array: jax.Array) -> Iterator[Piece]:
 
 
 def _writers(specs: Sequence[Spec], count: int) -> list[int]:
-    """Returns which process writes each leaf that all of them hold whole."""
+    """Returns which process writes each leaf, so that all write about as many bytes."""
     sizes = [_size(spec) for spec in specs]
-    loads = [0] * min(count, 1 + sum(sizes) // _SHARE)
+    loads = [0] * min(count, 1 + sum(sizes) // _MIN_BYTES_PER_WRITER)
     writers = []
     for size in sizes:
         least = loads.index(min(loads))
@@ -313,7 +310,7 @@ def _size(spec: Spec) -> int:
 
 
 def _is_global(value: Any) -> bool:
-    """Returns whether the processes hold an array together."""
+    """True if an array is stored on devices of several processes."""
     raw = value.get_raw_value() if isinstance(value, nnx.Variable) else value
     return any(
         isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
@@ -322,5 +319,5 @@ def _is_global(value: Any) -> bool:
 
 
 def is_divided(value: Any) -> bool:
-    """Returns whether the processes hold an array together, of which each has only a part."""
+    """True if an array is sharded over the processes, each of which has only a part."""
     return isinstance(value, jax.Array) and _is_global(value) and not value.is_fully_replicated

@@ -29,7 +29,7 @@ from distribute_jax._mesh import on_host, outside_mesh
 from distribute_jax._messages import PyTree, is_array, is_key, leaf_text, listed, size_text
 from distribute_jax._user_frames import warn_user
 from distribute_jax.checkpoint._disk import sync
-from distribute_jax.checkpoint._orbax import assign, flax_folder, load_flax
+from distribute_jax.checkpoint._orbax import assign, find_flax_folder, load_flax
 from distribute_jax.checkpoint._save_load import saved_paths
 from distribute_jax.processes import is_chief
 from distribute_jax.program._part import as_key, as_numbers
@@ -288,7 +288,7 @@ class Stateful:
         change.
         """
         with self.strategy.scope():
-            if folder := flax_folder(path):
+            if folder := find_flax_folder(path):
                 load_flax(folder, self.module)
                 return
             with _explaining_other_method("load_weights", "load", path):
@@ -350,7 +350,7 @@ def _explaining_other_method(
     method: str, other: str, path: str | os.PathLike[str], *, is_compiled: bool = True
 ) -> Iterator[None]:
     """Explains an error that is due to loading with ``load`` what ``save_weights`` wrote, or vice versa."""
-    if method == "load" and flax_folder(path):
+    if method == "load" and find_flax_folder(path):
         raise CheckpointError(
             f"{os.fspath(path)} was written by Orbax. Call model.load_weights(path)."
         )

@@ -95,8 +95,8 @@ def full(*_: Any, **__: Any) -> None:
 
 BREAKS: dict[str, Any] = {
     "write_arrays": _write,
-    "record_of": _write,
-    "text_of": _write,
+    "make_record": _write,
+    "manifest_text": _write,
     "sync": _disk,
     "sync_all": _disk,
     "_replace": DiskDirectory,
@@ -127,7 +127,7 @@ def test_a_failed_save_is_reported_at_the_next_call_and_then_over(
     warning = dj.CheckpointManager(tmp_path / "w", on_error="warn")
     for manager in (raising, warning):
         with monkeypatch.context() as broken:
-            broken.setattr(_write, "text_of", full)
+            broken.setattr(_write, "manifest_text", full)
             assert manager.save(1, {"x": 1})
             manager._background.join()
     with pytest.raises(OSError, match=r"(?s)r/1 could not be written: OSError: .*No space left"):
@@ -145,7 +145,7 @@ def test_the_end_of_the_with_block_reports_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It raises; where the block itself failed, that error goes on, and a warning tells of the save."""
-    monkeypatch.setattr(_write, "text_of", full)
+    monkeypatch.setattr(_write, "manifest_text", full)
     with (
         pytest.raises(dj.CheckpointFileError, match="No space left"),
         dj.CheckpointManager(tmp_path) as manager,

@@ -113,7 +113,7 @@ def test_save_returns_before_the_file_is_written_and_one_save_runs_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first is let go only after save returned; the second waits for it, and says so after a while."""
-    monkeypatch.setattr(_agreement, "_PATIENCE", 0.05)
+    monkeypatch.setattr(_agreement, "_WARN_AFTER_SECONDS", 0.05)
     go, running, most = threading.Event(), [], []
     write = _write.write_arrays
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("default_sigterm")
 
 
 class Loop:
-    """Adds up batches, and notes each one that it sees."""
+    """Adds up batches, and records each one that it sees."""
 
     def __init__(self, strategy: dj.Strategy) -> None:
         self.strategy = strategy

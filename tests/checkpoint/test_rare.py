@@ -171,7 +171,7 @@ def test_another_threads_error_is_still_printed_during_a_save(
 
     told: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
-    with _orbax._quiet():
+    with _orbax._silenced():
         thread = threading.Thread(target=failing(errno.EIO), name="of the user")
         thread.start()
         thread.join()

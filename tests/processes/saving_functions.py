@@ -151,7 +151,7 @@ def keep_steps(folder, saved):
         lambda: dj.checkpoint.save(folder / "no", dict.fromkeys("ab"[: 1 + me], 1))
     )
     told["unlike"] = message(lambda: [manager.all_steps, manager.wait][me]())
-    with mock.patch.object(_agreement, "SEEN_SECONDS", 0.2):
+    with mock.patch.object(_agreement, "VISIBILITY_SECONDS", 0.2):
         apart = dj.CheckpointManager(folder / f"of process {me}")
         told["apart"] = message(lambda: apart.save(1, tree))
         told["apart, at first"] = message(lambda: apart.restore_latest(tree))

@@ -132,7 +132,7 @@ def save_divided(folder):
     strategy, folder, me = strategy_of(2), Path(folder), jax.process_index()
     told = {}
     with mock.patch.object(
-        _write, "_SHARE", 600
+        _write, "_MIN_BYTES_PER_WRITER", 600
     ):  # so that process 1 takes some of the mirrored ones
         dj.checkpoint.save(folder / "parts", tree_of(strategy, 1))
     manifest = json.loads((folder / "parts" / "manifest.json").read_text())["content"]
@@ -191,7 +191,7 @@ def _failures(strategy, folder, tree, me):
     late = mock.patch.object(_write, "write_bytes", slow)
     with mock.patch.object(_agreement.WriteCoordinator, "_seconds", 2.0):
         told["late"] = fails(3, only_on(1, late))
-    handed = mock.patch.object(_write, "SEEN_SECONDS", 0.2)
+    handed = mock.patch.object(_write, "VISIBILITY_SECONDS", 0.2)
     apart = mock.patch("distribute_jax.checkpoint._disk.DiskDirectory.write")
     with handed:
         told["apart"] = fails(3, only_on(1, apart))

@@ -11,7 +11,7 @@ from distribute_jax._errors import ArgumentError
 from distribute_jax._supervision import SAVED
 from distribute_jax.checkpoint import CheckpointManager
 from distribute_jax.checkpoint._agreement import by_chief
-from distribute_jax.checkpoint._manager import delete_all, finish_alone
+from distribute_jax.checkpoint._manager import delete_all, wait_locally
 from distribute_jax.processes import Preemption, is_chief
 from distribute_jax.processes._status import report_step
 from distribute_jax.training.callbacks._callback import Callback
@@ -243,7 +243,7 @@ class BackupAndRestore(Callback):
     def _release(self) -> None:
         # After an error this may be the only process that gets here: no barriers.
         self._stop_preemption_watch(SystemExit)
-        finish_alone(self._manager)
+        wait_locally(self._manager)
 
     def _stop_preemption_watch(self, error: type[BaseException] | None) -> None:
         preemption, self._preemption = self._preemption, None
