@@ -1,8 +1,10 @@
-"""The processes of one job: how they start, meet, wait, notice what is wrong, and end.
+"""The processes of one job: how they connect, exchange texts, detect failures, and exit.
 
-``_connect`` connects them after a rendezvous (``_rendezvous``); ``_job`` is which process this is and how
-they exchange text, on the key-value store of the coordination service, never on the devices;
-``_status`` is what this process is doing; ``_liveness`` bounds every wait, and ends the process in order.
+``_connect`` connects them after a rendezvous (``_rendezvous``). ``_job`` knows which process this is, and
+exchanges texts through the key-value store of JAX's coordination service, never on devices. ``_status``
+reports what this process is doing. ``_liveness`` has the heartbeats, the watchdog and an orderly exit,
+``_divergence`` detects processes that run different steps, ``_preemption`` agrees on a step to stop at, and
+``_signals`` has SIGTERM and exit codes.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Connects the processes of a job: cluster and options, rendezvous, JAX, and the watchdog."""
+"""Connects the processes of a job: a rendezvous, then ``jax.distributed``, then the watchdog."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def connect(
     caller: str,
     collective_seconds: float | None = None,
 ) -> ClusterResolver:
-    """Connects this process with the others of its job, once; returns the resolver that describes them."""
+    """Connects this process with the others of its job, once; returns the resolver of the cluster."""
     resolver = _detected(caller) if resolver is None else resolver
     options = options or ClusterOptions()
     count, index = resolver.num_processes, resolver.process_id
@@ -125,7 +125,7 @@ def _start(
 
 
 def _facts(count: int) -> dict[str, str]:
-    """Returns what must be the same on all processes and is known before JAX starts."""
+    """Returns what must be equal on all processes, as far as it is known before JAX starts."""
     return {
         "number of processes": str(count),
         **{f"version of {name}": version(name) for name in _SAME_VERSIONS},
@@ -141,7 +141,7 @@ def _initialize(
     options: ClusterOptions,
     caller: str,
 ) -> None:
-    # This library handles SIGTERM itself: the process ends, or saves first.
+    # This library handles SIGTERM itself, by `on_sigterm` and `Preemption`.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -166,10 +166,10 @@ def _initialize(
 
 
 def _shares_devices(processes: Sequence[ProcessInfo], index: int) -> bool:
-    """True if the processes of a machine have to divide its accelerators, one for each."""
+    """True if several processes on this machine have to divide its accelerators."""
     if os.environ.get("JAX_PLATFORMS", "") == "cpu":
-        return False  # each process simulates as many devices as it wants
-    # If the others are unknown, JAX's own detection does the same.
+        return False  # each process has its own simulated devices
+    # If the others are unknown, do as JAX's own detection.
     return not processes or [p.host for p in processes].count(processes[index].host) > 1
 
 
@@ -184,7 +184,7 @@ def _watch(new: Job) -> None:
 
 
 def _adopt(count: int, index: int, options: ClusterOptions, caller: str) -> None:
-    """Takes over a job that this library, or the user, has connected before."""
+    """Uses the job that this library, or the user, has already connected."""
     if (count, index) != (jax.process_count(), jax.process_index()):
         raise ClusterError(
             f"{caller}: this is process {index} of {count}, but jax.distributed is started already, and this "
@@ -196,7 +196,7 @@ def _adopt(count: int, index: int, options: ClusterOptions, caller: str) -> None
 
 
 def _limit_collectives(seconds: float) -> None:
-    """Makes a collective between processes fail with an exception instead of waiting for ever."""
+    """Sets XLA's timeouts, so that collectives between processes fail instead of waiting forever."""
     flags = os.environ.get("XLA_FLAGS", "")
     new = [f"{flag}={max(round(seconds), 1)}" for flag in _COLLECTIVE_FLAGS if flag not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *new]).strip()

@@ -1,8 +1,8 @@
-"""Detects processes of a job that diverged, by digests of what each has done.
+"""Detects processes of a job that diverged, by comparing logs of what each has done.
 
 Each process logs what must be the same on all: the steps that it runs, the host values that it passes,
-what it writes into variables between steps, where it waits for the others. The log is a chain of digests,
-of which the watchdogs compare one from time to time. So no process waits for another, and processes that
+what it writes into variables between steps, where it waits for the others. The log is a hash chain, of which
+the watchdogs regularly compare the latest entries. So no process waits for another, and processes that
 diverge, or wait for each other in two places, are detected within moments, with the first difference in the
 message.
 """
@@ -24,21 +24,21 @@ import jax
 from distribute_jax._errors import ProcessesDifferError
 
 _FOLDER = "news/actions/"
-_KEPT = 2048
-"""Actions that are kept to name the first one that differs."""
-_PUBLISHED = 16
-"""The latest actions of process 0, which it publishes."""
-_PENDING = 16
-"""Those that are kept until this process has come as far."""
+_MAX_ACTIONS = 2048
+"""Actions in a log, from which the first one that differs is found."""
+_PUBLISHED_ACTIONS = 16
+"""Latest actions that process 0 publishes."""
+_MAX_PENDING = 16
+"""Publications that a process keeps until it has done as many actions."""
 _POLL_SECONDS = 0.05
 _FINISH_SECONDS = 5.0
 _RAISE_SECONDS = 3.0
-"""How long the main thread has to raise the error itself."""
+"""How long the main thread has to raise the error before the watchdog ends the process."""
 
 _PREFIX = "distribute_jax/"
 _DEADLINE, _EXISTS = "DEADLINE_EXCEEDED", "ALREADY_EXISTS"
-_AT_ONCE = 1000
-"""Milliseconds to get a text that exists."""
+_IMMEDIATE_MS = 1000
+"""Timeout for getting a text that exists, in milliseconds."""
 
 _DIVERGED = """\
 The processes diverged: they are no longer executing the same steps.
@@ -50,27 +50,27 @@ a PerReplica: strategy.experimental_distribute_values_from_function."""
 
 
 class KeyValueStore:
-    """The key-value store of ``jax.distributed`` on process 0; it works while a step hangs, or before one."""
+    """The key-value store of ``jax.distributed`` on process 0; it works even while a step hangs."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
 
     def put(self, key: str, text: str) -> None:
-        """Stores a text, over an older one."""
+        """Stores a text, in place of an older one."""
         self._client.key_value_set(_PREFIX + key, text, allow_overwrite=True)
 
-    def put_first(self, key: str, text: str) -> str:
-        """Stores a text if there is none yet; returns the one that is stored."""
+    def put_if_absent(self, key: str, text: str) -> str:
+        """Stores a text if the key is new; returns the stored text."""
         try:
             self._client.key_value_set(_PREFIX + key, text)
         except jax.errors.JaxRuntimeError as error:
             if _EXISTS not in str(error):
                 raise
-            return str(self._client.blocking_key_value_get(_PREFIX + key, _AT_ONCE))
+            return str(self._client.blocking_key_value_get(_PREFIX + key, _IMMEDIATE_MS))
         return text
 
     def get(self, key: str, seconds: float) -> str | None:
-        """Waits for a text; None if it has not come in time."""
+        """Waits for a text; returns None after the timeout."""
         try:
             milliseconds = max(int(seconds * 1000), 1)
             return str(self._client.blocking_key_value_get(_PREFIX + key, milliseconds))
@@ -80,48 +80,48 @@ class KeyValueStore:
             return None
 
     def under(self, folder: str) -> dict[str, str]:
-        """Returns all that is stored below a key that ends with a slash, by the rest of the key."""
+        """Returns all texts below a folder, a key that ends with a slash, by the rest of their keys."""
         start = len(_PREFIX + folder)
         entries = self._client.key_value_dir_get(_PREFIX + folder)
         return {key[start:]: text for key, text in entries}
 
     def remove(self, folder: str) -> None:
-        """Removes all that is stored below a key that ends with a slash."""
+        """Removes all texts below a folder."""
         self._client.key_value_delete(_PREFIX + folder)
 
 
 @dataclass(frozen=True)
 class Action:
-    """One action of this process."""
+    """An entry of the log."""
 
     number: int
-    """How many actions there are with this one."""
+    """Counts from 1."""
     chain: str
-    """A digest of all of them."""
+    """The digest of all actions up to this one."""
     text: str
 
 
 class ActionLog:
-    """What this process has done, and the result of comparing it.
+    """The actions of this process, and their comparison with those of the others.
 
-    Process 0 publishes its latest actions. Each of the others compares the chains of the actions with
-    the same numbers; if one differs, it publishes its log, and process 0 names the first difference.
+    Process 0 publishes its latest actions. Each of the others compares their chains with its own; if one
+    differs, it publishes its log, and process 0 publishes a verdict with the first difference.
     """
 
     def __init__(self, index: int, count: int, store: KeyValueStore) -> None:
         self._index, self._count, self._store = index, count, store
         self._chain = b""
         self._number = 0
-        self._actions: deque[Action] = deque(maxlen=_KEPT)
+        self._actions: deque[Action] = deque(maxlen=_MAX_ACTIONS)
         self._lock = threading.Lock()
-        """Held while actions are added, or copied by the watchdog's thread."""
+        """Protects the actions, which the watchdog's thread copies."""
         self._message: str | None = None
         self._detected = 0.0
         self._is_published = False
-        self._pending: deque[list[tuple[int, str]]] = deque(maxlen=_PENDING)
+        self._pending: deque[list[tuple[int, str]]] = deque(maxlen=_MAX_PENDING)
 
     def record(self, text: str, value: bytes = b"") -> None:
-        """Adds what this process does now, as an error shows it, and a value that must be the same."""
+        """Adds an action: the text that an error shows, and the bytes of values that must be equal."""
         if self._message is not None:
             raise ProcessesDifferError(self._message)
         content = text.encode() + b"\0" + value
@@ -131,7 +131,7 @@ class ActionLog:
             self._actions.append(Action(self._number, self._chain.hex(), text))
 
     def compare(self, entries: dict[str, str]) -> str | None:
-        """Compares with the others; returns the difference if the main thread has not raised it in time."""
+        """Compares with the others; returns a difference that the main thread has not raised in time."""
         if self._index == 0:
             self.publish()
             self._judge(entries)
@@ -144,7 +144,7 @@ class ActionLog:
         return None
 
     def finish(self) -> str | None:
-        """Compares for the last time, when every process has ended; returns the difference."""
+        """Compares for the last time, when the programs of all have ended; returns the difference."""
         limit = time.monotonic() + _FINISH_SECONDS
         if self._index:
             self.compare_last()
@@ -161,15 +161,15 @@ class ActionLog:
         return self._message
 
     def compare_last(self) -> None:
-        """Compares the last action of this process with that of process 0, which has published it."""
+        """Compares the last action of this process with that of process 0."""
         self._compare(self._store.under(_FOLDER), is_last=True)
         self._store.put(f"{_FOLDER}finished/{self._index}", "")
 
     def publish(self) -> None:
         """Publishes the latest actions of process 0."""
         if self._index == 0 and (actions := self._copy()):
-            # Not the last alone: it may have dispatched more steps than who waits elsewhere ever does.
-            latest = [[action.number, action.chain] for action in actions[-_PUBLISHED:]]
+            # Not only the last: a process that waits elsewhere may never get as far.
+            latest = [[action.number, action.chain] for action in actions[-_PUBLISHED_ACTIONS:]]
             self._store.put(f"{_FOLDER}latest", json.dumps(latest))
 
     def _copy(self) -> list[Action]:
@@ -186,7 +186,7 @@ class ActionLog:
             for latest in self._pending
             for number, chain in latest
         )
-        # At the end, one of them may have done more than the other.
+        # At the end, one log may be longer than the other.
         last = self._pending[-1][-1][0] if self._pending else 0
         is_longer = is_last and last != (actions[-1].number if actions else 0)
         if (differs or is_longer) and not self._is_published:
@@ -195,7 +195,7 @@ class ActionLog:
             self._store.put(f"{_FOLDER}logs/{self._index}", json.dumps(log))
 
     def _judge(self, entries: dict[str, str]) -> None:
-        """Names, as process 0, the first difference from a process that has published its log."""
+        """Publishes, on process 0, the first difference from a process that has published its log."""
         others = [int(key.removeprefix("logs/")) for key in entries if key.startswith("logs/")]
         if not others or self._message is not None:
             return

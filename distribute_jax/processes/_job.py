@@ -1,4 +1,4 @@
-"""The job: which process this is, how the processes exchange text, cluster and timeouts."""
+"""The job: which process this is, its timeouts, and the exchange of texts between the processes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from distribute_jax.processes._divergence import ActionLog, KeyValueStore
 from distribute_jax.processes._status import doing
 
 _SLACK = 1.0
-"""Seconds that the others wait longer than process 0, so that they hear from it who is missing."""
+"""How much longer the others wait than process 0, which tells them who is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """The timeouts of a job, after which the processes name the one they wait for, and exit.
+    """The timeouts of a job, after which the processes name the one that they wait for, and exit.
 
     Args:
         start_seconds: the time from the construction of the strategy until all processes are connected.
@@ -65,20 +65,19 @@ class ProcessInfo:
 
 @dataclass
 class Job:
-    """All processes of a job, seen by one of them."""
+    """A job, as one of its processes sees it."""
 
     index: int
-    """Which process this is."""
+    """The index of this process."""
     count: int
-    """How many there are."""
+    """The number of processes."""
     options: ClusterOptions
     store: KeyValueStore
     processes: Sequence[ProcessInfo] = ()
-    """Where they run, if that is known."""
+    """Where they run; empty if that is unknown."""
     last_seen: Callable[[int], str] = lambda process: ""
     """Returns what a process was last seen doing."""
     actions: ActionLog = field(init=False)
-    """What this process has done so far, for the others to compare."""
     _rounds: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -87,20 +86,21 @@ class Job:
 
     @property
     def is_alone(self) -> bool:
-        """True if there is no other process."""
+        """True in a job of one process."""
         return self.count == 1
 
     def exchange(
         self, topic: str, text: str, seconds: float | None = None, place: str = ""
     ) -> list[str]:
-        """Sends a text to every process and returns that of each, in their order; or raises on all that came.
+        """Sends a text to every process, and returns the texts of all, in order; a collective call.
 
-        All processes call it equally often for each topic. ``place`` is where that is in the user's program.
+        If a process does not call it in time, it raises on all that do. ``place`` describes the call for the
+        user.
         """
         if self.is_alone:
             return [text]
         if threading.current_thread() is threading.main_thread():
-            # Where others wait somewhere else, the watchdogs see it, long before the timeout.
+            # So the watchdogs notice processes that wait in different places, long before the timeout.
             self.actions.record(f"waiting for all processes at {topic!r}")
         with self._lock:
             number = self._rounds[topic]
@@ -117,20 +117,20 @@ class Job:
         if "missing" in result:
             raise self._late(result["missing"], place or repr(topic), limit)
         if self.index == 0 and number:
-            # All have come to this round, so nobody reads the one before any more.
+            # All have reached this round, so nobody reads the previous one any more.
             self.store.remove(f"round/{topic}/{number - 1}/")
         texts: list[str] = result["texts"]
         return texts
 
     def barrier(self, name: str, seconds: float | None = None) -> None:
-        """Waits until every process has come here."""
+        """Waits until every process has called it."""
         self.exchange(f"barrier {name}", "", seconds)
 
     def _collect(self, folder: str, local: str, seconds: float) -> str:
         deadline = time.monotonic() + seconds
         texts = {"0": local}
         while missing := [i for i in range(self.count) if str(i) not in texts]:
-            # Waits for one of them; by then most others have come too, which takes one look.
+            # Waits for one of them; by then most others have written too, and are read together.
             left = deadline - time.monotonic()
             text = self.store.get(f"{folder}{missing[0]}", max(left, 0.001))
             if text is not None and self.count == 2:
@@ -141,13 +141,13 @@ class Job:
                 break
         in_order = [texts.get(str(i), "") for i in range(self.count)]
         answer = json.dumps({"missing": missing} if missing else {"texts": in_order})
-        return self.store.put_first(f"{folder}all", answer)
+        return self.store.put_if_absent(f"{folder}all", answer)
 
     def _give_up(self, folder: str) -> str:
-        """Ends a round for all, those included that come to it later; returns its result."""
+        """Ends a round for all processes, also late ones; returns its result."""
         texts = self.store.under(folder)
         missing = [i for i in range(self.count) if str(i) not in texts]
-        return self.store.put_first(f"{folder}all", json.dumps({"missing": missing or [0]}))
+        return self.store.put_if_absent(f"{folder}all", json.dumps({"missing": missing or [0]}))
 
     def _late(self, missing: Sequence[int], place: str, seconds: float) -> DeadlineExceededError:
         if self.index in missing:
@@ -165,7 +165,7 @@ class Job:
         )
 
     def name_of(self, process: int) -> str:
-        """Returns the number of a process and, where that is known, its host and pid."""
+        """Returns the index of a process and, if known, its host and pid."""
         known = f" ({self.processes[process]})" if process < len(self.processes) else ""
         return f"process {process}{known}"
 
@@ -180,7 +180,7 @@ def current_job() -> Job:
 
 
 def job_of(mesh: Mesh) -> Job:
-    """Returns the job of the processes that share a mesh; that of one process if the mesh is local."""
+    """Returns the job of the processes that share a mesh; a job of one process if the mesh is local."""
     return _ALONE if _current is _ALONE or is_local(mesh) else _current
 
 
@@ -191,9 +191,9 @@ def set_job(new: Job) -> None:
 
 
 def is_chief() -> bool:
-    """Returns whether this process writes what is written once for a job: logs, bars, manifests.
+    """Returns True on process 0, which writes what a job writes once, such as logs and progress bars.
 
-    Process 0 does; a process that is alone is its own chief.
+    The only process of a job is its chief.
 
     Example:
         >>> import distribute_jax as dj
@@ -204,7 +204,7 @@ def is_chief() -> bool:
 
 
 def check_barrier(name: object, timeout: object) -> None:
-    """Raises for an invalid name of a barrier, or an invalid time to wait."""
+    """Raises for an invalid name or timeout of a barrier."""
     if not name:
         refuse("strategy.barrier: name", "a non-empty str", name)
     if timeout is not None:

@@ -1,7 +1,7 @@
-"""Heartbeats and the watchdog: nothing waits for ever, and all processes of a job end together.
+"""Heartbeats, the watchdog and an orderly exit: no process waits forever, and all of a job end together.
 
-JAX misses the heartbeats of a process that is stopped, or whose machine is gone, and then ends every other
-process from C++ with SIGABRT, which no Python can stop. So the reason is reported shortly before.
+If a process is stopped, or its machine is gone, JAX misses its heartbeats and aborts all other processes from
+C++ with SIGABRT, which Python cannot prevent. So the reason is reported shortly before.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ from distribute_jax.processes._job import Job, current_job
 from distribute_jax.processes._signals import exit_process, record_exit_code, requested_exit, say
 from distribute_jax.processes._status import COMPILING, RESTORING, Activity, activity, status_writer
 
-_TICK = 0.5
-_MOST_A_SECOND = 100
-"""Processes that write and read a second; each takes 0.4 ms of process 0."""
+_MIN_TICK_SECONDS = 0.5
+_MAX_BEATS_PER_SECOND = 100
+"""Heartbeats of all processes; each takes 0.4 ms of process 0."""
 _POLL_SECONDS = 0.05
 _CAUSE_SECONDS = 1.0
 _COMPILING_FACTOR = 10
-_MOST_LINES = 64
-_BEFORE = 2.5
-"""Seconds before JAX, whose clock is another one, ends the process."""
+_MAX_LINES = 64
+_MARGIN_SECONDS = 2.5
+"""Missed heartbeats are reported so many seconds before JAX ends the process."""
 
 _HEARTBEATS = "heartbeats/"
 _NEWS = "news/"
-"""Where all is that each process reads at each tick: failures, processes that hang, have left or are silent,
-and what process 0 has done last."""
-_LEFT, _FAILED, _SILENT = "left/", "failed", "silent/"
+"""The folder that each process reads at each tick: failures, processes that hang, have finished or send no
+heartbeats, and the latest actions of process 0."""
+_FINISHED, _FAILED, _SILENT = "left/", "failed", "silent/"
 _HUNG = "hung/"
-"""Where processes that saw no progress tell the others."""
+"""Messages of processes that made no progress."""
 _WAITED_FOR_ANOTHER = ("JaxRuntimeError", "StepFailedError", "DeadlineExceededError")
-"""Errors of a process that waited for another."""
+"""Errors that a process may have because it waited for another."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a process writes about itself."""
+    """What a process reports about itself at regular intervals."""
 
     number: int
-    """Counts the heartbeats of a process, so that one sees whether it still writes them."""
+    """Increases with each heartbeat."""
     step: int
-    """How many steps it has dispatched."""
+    """The number of dispatched steps."""
     phase: str | None
-    """What it waits for; None where it waits for nothing."""
+    """What the process waits for; None if it does not wait."""
     seconds: float
     """How long it has waited."""
 
@@ -69,12 +69,15 @@ class Heartbeat:
 
 
 def tick(job: Job) -> float:
-    """Returns the seconds between two heartbeats of a process; its watchdog writes them."""
-    return min(max(_TICK, job.count / _MOST_A_SECOND), job.options.heartbeat_seconds / 4)
+    """Returns the seconds between two heartbeats of a process."""
+    return min(
+        max(_MIN_TICK_SECONDS, job.count / _MAX_BEATS_PER_SECOND),
+        job.options.heartbeat_seconds / 4,
+    )
 
 
-def _part(news: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Returns the news below a folder, by the rest of their keys."""
+def _entries_below(news: Mapping[str, str], folder: str) -> dict[str, str]:
+    """Returns the entries below a folder, by the rest of their keys."""
     return {key[len(folder) :]: text for key, text in news.items() if key.startswith(folder)}
 
 
@@ -84,48 +87,48 @@ def _heartbeats(job: Job) -> dict[int, Heartbeat]:
     return {int(process): Heartbeat(*json.loads(text)) for process, text in entries.items()}
 
 
-def _last_steps(job: Job) -> dict[str, str]:
-    """Returns the last step of each process that is done."""
-    return job.store.under(_NEWS + _LEFT)
+def _finished_steps(job: Job) -> dict[str, str]:
+    """Returns the last step of each process that has finished."""
+    return job.store.under(_NEWS + _FINISHED)
 
 
 def announce_failure(job: Job, text: str) -> str | None:
-    """Announces the failure of this process; returns the first failure if it is that of another process.
+    """Announces that this process fails; returns the failure of another process if that came first.
 
-    A process that fails takes the others with it, and they may fail in many ways: the first is the cause.
+    When a process fails the others fail too, in many ways: the first failure is the cause.
     """
-    job.store.put_first(_NEWS + _FAILED, json.dumps([job.index, text]))
+    job.store.put_if_absent(_NEWS + _FAILED, json.dumps([job.index, text]))
     return _failure_of_another(job, job.store.under(_NEWS))
 
 
 def _failure_of_another(job: Job, news: Mapping[str, str]) -> str | None:
-    """Returns which other process has failed, and how; None where none has."""
+    """Returns which other process has failed, and how; None if none has."""
     process, text = json.loads(news.get(_FAILED, f"[{job.index}, null]"))
     return None if process == job.index else f"{job.name_of(process)} failed: {text}"
 
 
 def last_seen(job: Job, process: int) -> str:
     """Returns what a process was last seen doing."""
-    if step := _last_steps(job).get(str(process)):
+    if step := _finished_steps(job).get(str(process)):
         return f": left at step {step}, while the others go on"
     heartbeat = _heartbeats(job).get(process)
     return f": {heartbeat}" if heartbeat else ": has not been seen since the start"
 
 
 def describe_processes() -> str:
-    """Returns what every process is doing, as the end of a message; empty in a process that is alone.
+    """Returns what every process is doing, as the end of a message; empty in a job of one process.
 
-    It takes a moment, to see which processes still write heartbeats.
+    It takes about a second, in which it sees which processes still write heartbeats.
     """
     job = current_job()
     if job.is_alone:
         return ""
     try:
         before = _heartbeats(job)
-        time.sleep(_TICK + 2 * tick(job))
-        lines = _lines(job, before, _heartbeats(job), _last_steps(job))
+        time.sleep(_MIN_TICK_SECONDS + 2 * tick(job))
+        lines = _lines(job, before, _heartbeats(job), _finished_steps(job))
     except jax.errors.JaxRuntimeError:
-        return ""  # process 0 is gone
+        return ""  # process 0 has ended
     return "\nAll processes of a job compute a step together. Where each is:\n" + "\n".join(lines)
 
 
@@ -144,20 +147,22 @@ def _lines(
             text = f"left at step {left[str(i)]}, while the others go on"
         elif i not in before:
             text = "no heartbeat since the start"
-        elif before[i].number == after[i].number and i != job.index:  # this thread may write them
+        elif (
+            before[i].number == after[i].number and i != job.index
+        ):  # this thread may be the writer
             text = f"no heartbeat; last seen {before[i]}"
         else:
             text = str(before[i])
             is_awaited = before[i].phase is None and before[i].step == min(steps)
         mark = f"   {AWAITED}" if is_awaited and somebody_waits else ""
         lines.append(f"  {job.name_of(i)}: {text}{mark}")
-    return lines[:_MOST_LINES]
+    return lines[:_MAX_LINES]
 
 
 class HeartbeatMonitor:
-    """Looks, on process 0, for processes whose heartbeats stopped, and reports them on all.
+    """Reports processes whose heartbeats stopped: process 0 notices them, and every process shows them.
 
-    A report is withdrawn when the heartbeats go on.
+    A report is withdrawn when the heartbeats continue.
     """
 
     def __init__(self, job: Job) -> None:
@@ -167,7 +172,7 @@ class HeartbeatMonitor:
         self._shown: set[str] = set()
 
     def look(self) -> None:
-        """Notes which processes have written nothing since the last time."""
+        """Publishes, on process 0, a report for each process whose heartbeats stopped."""
         now = time.monotonic()
         limit = self._job.options.heartbeat_seconds
         for process, heartbeat in _heartbeats(self._job).items():
@@ -178,7 +183,10 @@ class HeartbeatMonitor:
                 if process in self._reported:
                     self._reported.remove(process)
                     self._job.store.remove(key)
-            elif now - since > max(limit - _BEFORE, limit / 2) and process not in self._reported:
+            elif (
+                now - since > max(limit - _MARGIN_SECONDS, limit / 2)
+                and process not in self._reported
+            ):
                 self._reported.add(process)
                 self._job.store.put(
                     key,
@@ -188,8 +196,8 @@ class HeartbeatMonitor:
                 )
 
     def show(self, news: Mapping[str, str]) -> None:
-        """Writes each report once, and removes it from the status when none is left."""
-        silent = _part(news, _SILENT)
+        """Prints each report once, and clears the error of the status when no report is left."""
+        silent = _entries_below(news, _SILENT)
         for process in silent.keys() - self._shown - {f"{self._job.index}"}:
             status_writer().error(silent[process])
             say(silent[process])
@@ -199,12 +207,11 @@ class HeartbeatMonitor:
 
 
 class ExitHandler:
-    """Ends the process in order.
+    """Makes the process exit in order.
 
-    When the program has ended, the process waits until all have, so that none loses the coordination
-    service that it still needs; the watchdog bounds the wait. When the program ends with an exception,
-    the others are told and the process exits at once: it would otherwise wait for the others, which wait
-    for it.
+    When its program has ended, the process waits until all have, since they still need the coordination
+    service of process 0; the watchdog limits the wait. If the program ends with an exception, the process
+    announces it and exits at once: otherwise it would wait for the others, which wait for it.
     """
 
     def __init__(self, job: Job, watchdog: Watchdog) -> None:
@@ -219,19 +226,19 @@ class ExitHandler:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         self._code = 1
-        is_local = issubclass(kind, DistributeError)  # whose lines name processes and values
+        is_local = issubclass(kind, DistributeError)  # its further lines name processes and values
         text = f"{kind.__name__}: {error if is_local else error_text(error)}"
         status_writer().error(text)
-        # A step fails on all processes when one is gone, so that one may have the true reason.
+        # A step fails on all processes if one has failed, which then has the true reason.
         may_follow = issubclass(kind, (jax.errors.JaxRuntimeError, StepFailedError, TimeoutError))
         cause = self._cause() if may_follow else None
-        # JAX names the socket that failed, and not the process.
+        # JAX's message names a socket, not a process.
         is_of_jax, processes = issubclass(kind, jax.errors.JaxRuntimeError), ""
         if cause is None and is_of_jax and "Timed out" in text:
             text += (processes := describe_processes())
             status_writer().error(text)
         if cause is None:
-            # If process 0 is gone, the others are gone with it.
+            # Without process 0 the others end too.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 first = announce_failure(self._job, text)
                 cause = first if may_follow else None
@@ -241,7 +248,7 @@ class ExitHandler:
         if cause is not None:
             self._code = OTHER_FAILED
             status_writer().error(cause)
-            say(_ends_with(cause, activity().step))
+            say(_failure_text(cause, activity().step))
 
     def _cause(self) -> str | None:
         """Waits a moment for the failure of another process."""
@@ -264,8 +271,8 @@ class ExitHandler:
         if self._code:
             exit_process(self._job, self._code)
         self._job.actions.publish()
-        self._job.store.put(f"{_NEWS}{_LEFT}{self._job.index}", str(activity().step))
-        while len(_last_steps(self._job)) < self._job.count:
+        self._job.store.put(f"{_NEWS}{_FINISHED}{self._job.index}", str(activity().step))
+        while len(_finished_steps(self._job)) < self._job.count:
             time.sleep(tick(self._job) / 10)
         if difference := self._job.actions.finish():
             exit_process(self._job, DIVERGED, difference)
@@ -274,12 +281,12 @@ class ExitHandler:
 
 
 class Watchdog:
-    """A thread that writes heartbeats, and ends the process when it waits too long for the others.
+    """A thread that writes heartbeats, and ends the process if it waits too long for the others.
 
-    It ends the process after ``step_seconds`` without progress (exit code 43, with what each process is
-    doing and the stacks of all threads), when another one was ended so, and when another one has failed
-    (exit code 44). A timer in C, which the thread restarts again and again, ends the process where even
-    this thread cannot run, because code in C holds Python's lock.
+    It ends the process after ``step_seconds`` without progress, here or on another process (exit code 43,
+    with what each process is doing and the stacks of all threads), and when another one has failed (exit
+    code 44). If C code holds the GIL, so that the thread cannot run, a timer of ``faulthandler`` ends the
+    process, which the thread otherwise restarts at each tick.
     """
 
     def __init__(self, job: Job, activity: Activity) -> None:
@@ -292,7 +299,6 @@ class Watchdog:
         )
 
     def start(self) -> None:
-        """Starts the thread, after a first heartbeat."""
         self._send_heartbeat()
         self._thread.start()
 
@@ -305,7 +311,7 @@ class Watchdog:
     def _watch(self) -> None:
         seconds = tick(self._job)
         while not self._stop.wait(seconds):
-            # Twice as long, so that the message of this thread comes first where it can run.
+            # Twice as long, so that this thread, if it can run, is first with its message.
             limit = 2 * self._job.options.step_seconds + seconds
             faulthandler.dump_traceback_later(limit, exit=True)
             try:
@@ -331,11 +337,11 @@ class Watchdog:
         news = self._job.store.under(_NEWS)
         if failure := _failure_of_another(self._job, news):
             if any(name in failure for name in _WAITED_FOR_ANOTHER):
-                _dump_stacks()  # perhaps it waited for this process
-            exit_process(self._job, OTHER_FAILED, _ends_with(failure, self._activity.step))
-        for message in _part(news, _HUNG).values():
+                _dump_stacks()  # it may have waited for this process
+            exit_process(self._job, OTHER_FAILED, _failure_text(failure, self._activity.step))
+        for message in _entries_below(news, _HUNG).values():
             self._exit_hung(message)
-        if difference := self._job.actions.compare(_part(news, "actions/")):
+        if difference := self._job.actions.compare(_entries_below(news, "actions/")):
             exit_process(self._job, DIVERGED, difference)
         waiting = self._activity.waiting()
         self._monitor.show({} if waiting is None else news)
@@ -343,7 +349,9 @@ class Watchdog:
             return
         phase, since = waiting
         seconds = time.monotonic() - since
-        name, limit = self._limit(phase, some_left=any(key.startswith(_LEFT) for key in news))
+        name, limit = self._limit(
+            phase, some_finished=any(key.startswith(_FINISHED) for key in news)
+        )
         if seconds > limit:
             longer = 2 * getattr(self._job.options, name)
             self._exit_hung(
@@ -352,13 +360,13 @@ class Watchdog:
                 f"order. If that may take longer, give it more time: dj.ClusterOptions({name}={longer:g})."
             )
 
-    def _limit(self, phase: str, *, some_left: bool) -> tuple[str, float]:
-        """Returns the option that limits a phase, and the seconds."""
+    def _limit(self, phase: str, *, some_finished: bool) -> tuple[str, float]:
+        """Returns the name of the option that limits a phase, and the limit in seconds."""
         options = self._job.options
         if phase.startswith((COMPILING, RESTORING)):
             return "step_seconds", options.step_seconds * _COMPILING_FACTOR
-        if options.shutdown_seconds < options.step_seconds and some_left:
-            return "shutdown_seconds", options.shutdown_seconds  # who has left never comes
+        if options.shutdown_seconds < options.step_seconds and some_finished:
+            return "shutdown_seconds", options.shutdown_seconds  # a finished process never comes
         return "step_seconds", options.step_seconds
 
     def _exit_hung(self, message: str) -> None:
@@ -367,7 +375,7 @@ class Watchdog:
         exit_process(self._job, HUNG, message)
 
 
-def _ends_with(failure: str, step: int) -> str:
+def _failure_text(failure: str, step: int) -> str:
     return f"{failure}\nThis process ends with it, at step {step}."
 
 

@@ -1,4 +1,4 @@
-"""Preemption: all processes of a job stop at one common step when one of them is asked to stop."""
+"""Preemption: when one process of a job is asked to stop, all agree on a common step at which they stop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TERMINATED = 143
 _POLL_SECONDS = 0.2
 _WATCHER_SECONDS = 1.0
 _SIGTERM = "SIGTERM"
-_DEAF = (
+_SIGTERM_UNNOTICED = (
     "SIGTERM will not be noticed by this loop: the program has its own handler for it, or the loop runs in "
     "another thread than the main one. Leave SIGTERM alone, or pass a termination_watcher_fn."
 )
@@ -35,13 +35,12 @@ _blocks = itertools.count()
 
 
 class Preemption:
-    """Watches, for a ``with`` block around a loop, for a request to stop.
+    """Watches for a request to stop during a ``with`` block around a loop.
 
-    The request is SIGTERM to any process, or comes from a function that asks the platform. At each
-    boundary between two steps the loop asks :meth:`reached`. Whichever process got it, all stop at the
-    same step: each says how far it is and waits at its next boundary until all have; they stop at the
-    first boundary that none has passed. A process that got a request ends in any case after the grace
-    period, which may be another one if the request is the watcher's.
+    A request is SIGTERM to any process, or a watcher function that returns True. The loop calls
+    :meth:`reached` between two steps. After a request each process publishes its step, and waits at its next
+    boundary until all have; all stop at the first boundary that none has passed. A process that got a request
+    exits in any case when its grace period ends; that of the watcher's requests may be a different one.
     """
 
     def __init__(
@@ -60,20 +59,20 @@ class Preemption:
         self._changed = threading.Condition()
         self._is_signalled = False
         self.requested_at: float | None = None
-        """When this process got a request, on the clock of ``time.monotonic()``."""
+        """When this process got a request, by ``time.monotonic()``."""
         self.by_sigterm = False
         """True if a process got SIGTERM; the same on all processes once the step is reached."""
         self._deadline: threading.Timer | None = None
         self._step = 0
         self._is_waiting = False
-        """Whether the loop waits at its next boundary for the step to be known."""
+        """True if the loop has to wait at its next boundary until the common step is known."""
         self._stop_at: int | None = None
         self._ended = threading.Event()
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         if not self._exits.enter_context(replace_sigterm(self._on_sigterm)) and not self._watcher:
-            _LOG.warning(_DEAF)
+            _LOG.warning(_SIGTERM_UNNOTICED)
         if self._watcher is not None:
             _in_background(self._watch, self._watcher)
         if not self._job.is_alone:
@@ -81,10 +80,7 @@ class Preemption:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Announces that this process is done.
-
-        A SIGTERM that came too late to stop the loop has its usual effect now.
-        """
+        """Announces that this loop has ended; a SIGTERM that was too late for it has its usual effect now."""
         if kind is None:
             self._try_put(f"done/{self._job.index}", "")
         with self._changed:
@@ -96,7 +92,7 @@ class Preemption:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def reached(self, step: int) -> bool:
-        """Returns whether to save now and exit: on all processes after the same step, at most once."""
+        """True if it is time to save and exit: on all processes after the same step, at most once."""
         self._step = step
         if self._job.is_alone:
             self.by_sigterm = self._is_signalled
@@ -115,7 +111,7 @@ class Preemption:
             f"{reason}: {grace:g} s of grace are over, and nothing was saved since. Not saved."
         )
         with self._changed:
-            # A timer that starts when the block has ended would end what the program does next.
+            # A timer that starts after the block would end the program later.
             if self.requested_at is not None or self._ended.is_set():
                 return
             self._deadline = threading.Timer(grace, self._expire, args=(message,))
@@ -126,7 +122,7 @@ class Preemption:
         self._try_put(f"requested/{self._job.index}", reason)
 
     def _expire(self, message: str) -> None:
-        with self._changed:  # which the block takes to end
+        with self._changed:  # against `__exit__`
             if not self._ended.is_set():
                 exit_unsaved(self._job, message)
 
@@ -137,8 +133,8 @@ class Preemption:
                 return
 
     def _agree(self) -> None:
-        """Agrees with the other processes on a step, in a thread, once one of them got a request."""
-        # Where process 0 is gone, the job is gone with it.
+        """Agrees with the other processes on a step once one of them got a request; runs in a thread."""
+        # Without process 0 the job cannot go on, and the watchdog ends it.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             while not self._ended.wait(_POLL_SECONDS) and not self._is_decided():
                 pass
@@ -147,11 +143,11 @@ class Preemption:
             self._changed.notify_all()
 
     def _is_decided(self) -> bool:
-        """Publishes how far this process is; returns whether it is known where all stop, if they do."""
+        """Publishes the step of this process after a request; True if nothing is left to agree on."""
         entries = self._job.store.under(self._folder)
         reasons = [text for key, text in entries.items() if key.startswith("requested/")]
         if reasons and not self._is_waiting:
-            self._is_waiting = True  # first, so that the loop does not pass another boundary unseen
+            self._is_waiting = True  # first, so that the loop cannot pass another boundary
             self._put(f"at/{self._job.index}", json.dumps([self._step, _SIGTERM in reasons]))
         positions = [json.loads(text) for key, text in entries.items() if key.startswith("at/")]
         if len(positions) == self._job.count:
@@ -176,7 +172,7 @@ def _in_background(work: Callable[..., None], *args: object) -> None:
 
 
 def exit_unsaved(job: Job, message: str) -> None:
-    """Ends a process that was asked to stop and has nothing to save, or no time left to."""
+    """Ends a process that was asked to stop, and has nothing to save or no time left for it."""
     if job.is_alone:
         say(message)
         os._exit(TERMINATED)

@@ -1,8 +1,8 @@
-"""The rendezvous of the processes of a job before JAX connects them.
+"""The rendezvous: the processes of a job exchange messages by sockets before JAX connects them.
 
-JAX ends a process from C++ when another is missing, accepts processes that disagree about their number,
-and lets a second job on the same port end the first. So the processes meet here before, in plain
-sockets, where each of these is an error in Python that every process raises with the same text.
+JAX aborts a process from C++ if another is missing, accepts processes that disagree about their number, and
+lets a second job on the same port abort the first. Here each of these is a Python error, which every process
+raises with the same text.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from distribute_jax._errors import ClusterError, DeadlineExceededError, Processe
 from distribute_jax.processes._job import ProcessInfo
 
 GREETING = b'{"distribute_jax": "rendezvous"}\n'
-"""By which a process knows that it has reached process 0 of some job."""
+"""Shows a process that it has reached process 0 of a job."""
 
 _GREETING_SECONDS = 2.0
-"""How long one message may take."""
-_LONGEST = 1 << 16
+"""Timeout of one message."""
+_MAX_MESSAGE_BYTES = 1 << 16
 """Bytes of one message."""
 _LINGER_SECONDS = 1.0
-"""How long process 0 stays to send an error to those that come late."""
+"""How long process 0 stays to send an error to late processes."""
 _PROCESS_BYTES = 512
-"""Bytes of an answer for each process."""
+"""Bytes of the answer for each process."""
 _RETRY_SECONDS = 0.1
-_MOMENT = 0.01
-_MOST_SILENT = 256
-"""Connections, besides one for each process, that may say nothing at a time."""
+_BACKOFF_SECONDS = 0.01
+_MAX_IDLE_CONNECTIONS = 256
+"""Open connections without a message, besides one for each process."""
 
 _KINDS: Mapping[Any, type[Exception]] = {
     kind.__name__: kind for kind in (DeadlineExceededError, ProcessesDifferError)
 }
-_STRANGER = (
+_OTHER_LAUNCH = (
     "This process belongs to another launch than the one it came to: an earlier attempt is still alive, or "
     "two jobs use one port. End what is left of the earlier job."
 )
@@ -51,21 +51,21 @@ class Handshake:
 
     process: int
     facts: Mapping[str, str]
-    """What must be the same on all processes, by name."""
+    """What must be equal on all processes, by name."""
     job: str = ""
-    """Differs between the processes of one launch and those of another."""
+    """Identifies the launch."""
     info: ProcessInfo = field(
         default_factory=lambda: ProcessInfo(socket.gethostname(), os.getpid())
     )
 
     def line(self) -> bytes:
-        """Returns it as one line of text."""
+        """Returns the message, one line of JSON."""
         fields = [self.process, dict(self.facts), self.job, self.info.host, self.info.pid]
         return json.dumps(fields).encode() + b"\n"
 
     @classmethod
     def read(cls, line: bytes) -> Handshake:
-        """Reads such a line; raises a ValueError for anything else."""
+        """Parses such a line; raises a ValueError for anything else."""
         try:
             process, facts, job, host, pid = json.loads(line)
             texts = {str(key): str(value) for key, value in facts.items()}
@@ -77,7 +77,7 @@ class Handshake:
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
-    """Listens at an address of this machine where no other program does; returns what it is bound to."""
+    """Listens at an address of this machine; returns the socket and the address that it is bound to."""
     host, port = _split(address)
     try:
         family, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -87,7 +87,7 @@ def listen(address: str) -> tuple[socket.socket, str]:
             f"{error.strerror}. Give an address that every process can resolve."
         ) from error
     try:
-        # Ports of connections that have ended may be used again; one that is listened at may not.
+        # SO_REUSEADDR, not SO_REUSEPORT: another program that listens must be an error.
         listener = socket.create_server(target, family=family, backlog=1024, reuse_port=False)
     except OSError as error:
         raise ClusterError(
@@ -103,7 +103,7 @@ def listen(address: str) -> tuple[socket.socket, str]:
 def serve_rendezvous(
     listener: socket.socket, local: Handshake, count: int, seconds: float
 ) -> list[ProcessInfo]:
-    """Waits, as process 0, until all have come, or tells all why not; returns where they run, in order."""
+    """Waits, on process 0, until all have connected, or sends all an error; returns where they run."""
     with listener, selectors.DefaultSelector() as selector:
         return _Server(listener, selector, local, count).run(seconds)
 
@@ -124,7 +124,7 @@ class _Server:
         selector.register(listener, selectors.EVENT_READ)
 
     def run(self, seconds: float) -> list[ProcessInfo]:
-        """Returns where the processes run once all have come."""
+        """Waits until all have connected; returns where they run."""
         deadline = time.monotonic() + seconds
         while self._error is None and len(self._handshakes) < self._count:
             if time.monotonic() < deadline:
@@ -137,7 +137,7 @@ class _Server:
             answer = _as_answer(self._error)
         for connection in self._connections.values():
             _send(connection, answer)
-        if self._error is not None:  # those that come now hear of it too
+        if self._error is not None:  # late processes get it too
             deadline = time.monotonic() + _LINGER_SECONDS
             while time.monotonic() < deadline:
                 self._serve_until(deadline)
@@ -148,7 +148,7 @@ class _Server:
         return infos
 
     def _serve_until(self, deadline: float) -> None:
-        """Handles what comes next."""
+        """Handles the next messages and connections."""
         ready = [key for key, _ in self._selector.select(max(deadline - time.monotonic(), 0))]
         for key in ready:
             if key.fileobj is not self._listener:
@@ -160,11 +160,11 @@ class _Server:
         waiting = [key for key in self._selector.get_map().values() if key.data is not None]
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it has gone, or there are no descriptors left
+        except OSError:  # it was closed, or there are no descriptors left
             self._drop(waiting[:1])
-            time.sleep(_MOMENT)
+            time.sleep(_BACKOFF_SECONDS)
             return
-        self._drop(waiting[: len(waiting) - self._count - _MOST_SILENT])
+        self._drop(waiting[: len(waiting) - self._count - _MAX_IDLE_CONNECTIONS])
         connection.settimeout(_GREETING_SECONDS)
         try:
             connection.sendall(GREETING)
@@ -174,7 +174,7 @@ class _Server:
         self._selector.register(connection, selectors.EVENT_READ, bytearray())
 
     def _drop(self, silent: list[selectors.SelectorKey]) -> None:
-        """Hangs up on those that came first and have said nothing: a process of the job says who it is."""
+        """Closes connections without a message: a process of the job sends one at once."""
         for key in silent:
             self._selector.unregister(key.fileobj)
             key.fileobj.close()  # type: ignore[union-attr]
@@ -182,11 +182,11 @@ class _Server:
     def _receive(self, key: selectors.SelectorKey) -> None:
         connection: Any = key.fileobj
         try:
-            part = connection.recv(_LONGEST)
+            part = connection.recv(_MAX_MESSAGE_BYTES)
         except OSError:
             part = b""
         key.data.extend(part)
-        if part and b"\n" not in key.data and len(key.data) < _LONGEST:
+        if part and b"\n" not in key.data and len(key.data) < _MAX_MESSAGE_BYTES:
             return
         self._selector.unregister(connection)
         try:
@@ -199,9 +199,9 @@ class _Server:
         if self._error is not None:
             _send(connection, _as_answer(self._error))
         elif handshake.job != first.job:
-            _send(connection, {"error": _STRANGER})
+            _send(connection, {"error": _OTHER_LAUNCH})
         elif process in self._handshakes and (before is None or _is_open(before)):
-            _send(connection, {"error": _twice(self._handshakes[process], handshake)})
+            _send(connection, {"error": _duplicate_error(self._handshakes[process], handshake)})
         else:
             if before is not None:
                 before.close()
@@ -237,7 +237,7 @@ def _as_answer(error: Exception) -> dict[str, Any]:
 
 def _send(connection: socket.socket, answer: Mapping[str, Any]) -> None:
     connection.settimeout(_GREETING_SECONDS)
-    with contextlib.suppress(OSError):  # it has gone
+    with contextlib.suppress(OSError):  # the process has ended
         connection.sendall(json.dumps(answer).encode() + b"\n")
     connection.close()
 
@@ -260,7 +260,7 @@ def _difference(first: Handshake, other: Handshake, count: int) -> ProcessesDiff
     )
 
 
-def _twice(first: Handshake, second: Handshake) -> str:
+def _duplicate_error(first: Handshake, second: Handshake) -> str:
     return (
         f"Two processes say that they are process {first.process}: {first.info} and {second.info}. Give each "
         "its own number, and end what is left of an earlier job."
@@ -270,7 +270,7 @@ def _twice(first: Handshake, second: Handshake) -> str:
 def join_rendezvous(
     address: str, local: Handshake, count: int, seconds: float
 ) -> list[ProcessInfo]:
-    """Connects to process 0 and waits until all may go on; returns where they run, in order."""
+    """Connects to process 0, and waits until all have connected; returns where they run."""
     deadline = time.monotonic() + seconds
     connection = _connect(address, local, count, deadline, seconds)
     with connection, connection.makefile("rb") as lines:
@@ -282,7 +282,7 @@ def join_rendezvous(
                 "of process 0, and give it to every process."
             )
         connection.sendall(local.line())
-        # Process 0 began its wait at another moment.
+        # Process 0 may have begun its wait later.
         connection.settimeout(max(deadline - time.monotonic(), 0) + seconds + _GREETING_SECONDS)
         line = _read_line(lines, count)
     if not line:
@@ -322,7 +322,7 @@ def _connect(
 
 def _read_line(lines: Any, processes: int = 1) -> bytes:
     with contextlib.suppress(OSError):
-        return bytes(lines.readline(_LONGEST + processes * _PROCESS_BYTES))
+        return bytes(lines.readline(_MAX_MESSAGE_BYTES + processes * _PROCESS_BYTES))
     return b""
 
 

@@ -1,12 +1,11 @@
-"""How a process ends: SIGTERM handling, the requested exit code, and exit without clean-up.
+"""Handles SIGTERM, records the exit code that the program requests, and exits without clean-up.
 
-Python runs signal handlers between two lines of the main thread, which may wait in C for another process
-for ever. So a separate thread is notified of SIGTERM, through the descriptor that Python's handler in C
-writes to.
+Python runs signal handlers between two bytecodes of the main thread, which may be blocked in C by another
+process. So a thread is notified of SIGTERM through the wake-up descriptor of Python's C handler.
 
-Python's ``SystemExit`` is freed when nothing catches it, after the last frame and before the functions of
-``atexit``. So ``sys.exit`` raises a subclass that then records the code with which it ended the program; one
-that was caught is freed inside a frame, and records nothing. ``raise SystemExit(5)`` is not seen.
+``atexit`` functions do not see the exit code. So ``sys.exit`` raises a subclass of ``SystemExit``, which
+records its code when it is freed outside of all frames: after the last frame and before ``atexit``. One
+that was caught is freed inside a frame, and records nothing. ``raise SystemExit(5)`` is not noticed.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ _LINGER_SECONDS = 2.5
 _POLL_SECONDS = 0.05
 
 _actions: list[Action] = []
-_acting = threading.RLock()
+_action_lock = threading.RLock()
 _stop_listening: Action | None = None
 _exit_codes: list[object] = []
 
 
 def on_sigterm(action: Action) -> None:
-    """Sets the action for SIGTERM, while no block of ``replace_sigterm`` is active.
+    """Sets the action for SIGTERM outside of all blocks of ``replace_sigterm``.
 
-    Nothing happens where the user has a handler, or in a thread other than the main one.
+    Nothing happens if the user has a handler, or in a thread other than the main one.
     """
     _actions.insert(0, action)
     if _stop_listening is None and _can_listen():
@@ -60,8 +59,8 @@ def replace_sigterm(action: Action) -> Iterator[bool]:
     finally:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and _stop_listening is not None and len(_actions) == 1:
-            _stop_listening()  # while the action is there for a signal that has come
-        with _acting:
+            _stop_listening()  # before the action is removed: a signal may be pending
+        with _action_lock:
             _actions.remove(action)
 
 
@@ -71,16 +70,15 @@ def _can_listen() -> bool:
 
 
 def _start() -> None:
-    """Starts to listen."""
     global _stop_listening
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *_: None)
     old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if old != -1:  # an event loop has it; it wakes the main thread itself
+    if old != -1:  # an event loop's, which wakes the main thread itself
         signal.set_wakeup_fd(old)
-        signal.signal(signal.SIGTERM, lambda *_: _act())
+        signal.signal(signal.SIGTERM, lambda *_: _call_action())
     thread = threading.Thread(
         target=_listen, args=(reader,), name="distribute_jax SIGTERM", daemon=True
     )
@@ -99,7 +97,7 @@ def _start() -> None:
 
 
 def _after_fork() -> None:
-    """Sets SIGTERM back to its usual effect in a forked child, which shares the pipe with this process."""
+    """Restores SIGTERM in a forked child, which shares the pipe with its parent."""
     if _stop_listening is not None:
         _stop_listening()
 
@@ -112,11 +110,11 @@ def _listen(reader: int) -> None:
     with open(reader, "rb", buffering=0) as pipe:
         while numbers := pipe.read(1):
             if numbers[0] == signal.SIGTERM:
-                _act()
+                _call_action()
 
 
-def _act() -> None:
-    with _acting:  # a block that ends meanwhile waits, and sees the signal
+def _call_action() -> None:
+    with _action_lock:  # a block that is about to end waits for it
         if _actions:
             _actions[-1]()
 
@@ -139,12 +137,12 @@ def _exit(status: object = None, /) -> NoReturn:
 
 
 def record_exit_code() -> None:
-    """Records from now on with which code ``sys.exit`` ends the program."""
+    """Makes ``sys.exit`` record its code."""
     sys.exit = _exit
 
 
 def requested_exit() -> tuple[int, str]:
-    """Returns the exit code that the program has requested, 0 without one, and the call that did."""
+    """Returns the exit code that the program has requested, by default 0, and the text of that call."""
     if not _exit_codes or _exit_codes[0] is None:
         return 0, ""
     code = _exit_codes[0]
@@ -154,22 +152,22 @@ def requested_exit() -> tuple[int, str]:
 
 
 def say(message: str) -> None:
-    """Writes a line to standard error; one that nobody reads any more, or a full disk, does not matter."""
+    """Writes a line to standard error, which may be closed or on a full disk."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"distribute_jax: {message}\n")
         sys.stderr.flush()
 
 
 def exit_process(job: Job, code: int, message: str = "") -> NoReturn:
-    """Ends the process at once, with a message on its standard error.
+    """Ends the process at once, with a message on standard error.
 
-    Nothing is cleaned up: what hangs would hang the clean-up too. Process 0 keeps the coordination
-    service, without which JAX ends the others from C++; so it gives them a moment to exit by themselves.
+    There is no clean-up, which could hang too. Process 0 runs the coordination service, without which JAX
+    aborts the others from C++; so it waits a moment for them to exit by themselves.
     """
     if message:
         status_writer().error(message)
         say(message)
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+    with contextlib.suppress(OSError, ValueError):  # it may be closed
         sys.stdout.flush()
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         job.store.put(f"{_EXITED}{job.index}", str(code))

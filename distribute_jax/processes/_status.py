@@ -1,4 +1,4 @@
-"""What this process reports: a status file for its supervisor, its activity for the watchdog."""
+"""Reports what this process is doing: to its supervisor by the status file, and to its watchdog."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Any
 from distribute_jax._supervision import ERROR, PHASE, SIZE, STATUS, step_in
 
 YOUR_CODE = "in your code"
-"""The phase of a process outside of this library; it may take any time."""
+"""The phase outside of this library, which has no time limit."""
 COMPILING, RESTORING = "compiling", "restoring"
-"""Phases that take long although nothing hangs."""
+"""Phases with a longer time limit."""
 
 Listener = Callable[[int | None, str], None]
 """Called with the step and the phase after each change of one of them."""
 
 
 class StatusWriter:
-    """Writes this process's status to a file, or nowhere; one thread at a time may write texts."""
+    """Writes this process's status to a file, or to memory; only one thread at a time may write texts."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self._memory = mmap.mmap(-1, SIZE) if path is None else _map(path)
@@ -36,18 +36,18 @@ class StatusWriter:
         self._restored = self._counted = 0
 
     def step(self, number: int) -> None:
-        """Reports a step that begins; takes about a microsecond."""
+        """Reports a step that the program begins; takes about a microsecond."""
         self._is_reported = True
         self._write_step(number)
 
     def counted(self, number: int) -> None:
-        """Reports a step that the library has counted, unless the program reports its steps."""
+        """Reports the number of steps that the library has run, unless the program reports its steps."""
         self._counted = number
         if not self._is_reported:
             self._write_step(self._restored + number)
 
     def restored(self, number: int) -> None:
-        """Reports the step of a restored state; those that the library counts are added to it."""
+        """Reports the step of a restored checkpoint, from which the library goes on counting."""
         self._restored = number - self._counted
         if not self._is_reported:
             self._write_step(number)
@@ -58,18 +58,18 @@ class StatusWriter:
             self._listener(number, self._phase)
 
     def phase(self, text: str) -> None:
-        """Reports what the process is doing now, in at most 120 bytes."""
+        """Reports what the process is doing, in at most 120 bytes."""
         self._phase = text
         self._write(PHASE, text)
         if self._listener is not None:
             self._listener(step_in(self._steps[0]), text)
 
     def error(self, text: str) -> None:
-        """Reports the exception that ends the process; what is too long for the file is left out."""
+        """Reports the exception that ends the process; a text too long for the file is truncated."""
         self._write(ERROR, text)
 
     def listen(self, listener: Listener | None) -> None:
-        """Calls a function after every later change of the step or the phase."""
+        """Calls a function after every change of the step or the phase."""
         self._listener = listener
 
     def _write(self, field: slice, text: str) -> None:
@@ -79,14 +79,14 @@ class StatusWriter:
 
 def _map(path: str | os.PathLike[str]) -> mmap.mmap:
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
-        # Not `truncate`: where the disk is full, the kernel ends who then writes to the memory.
+        # Not `truncate`: on a full disk, writing to the memory would then raise SIGBUS.
         file.write(bytes(SIZE - file.seek(0, os.SEEK_END)))
         file.flush()
         return mmap.mmap(file.fileno(), SIZE)
 
 
 def status_writer() -> StatusWriter:
-    """Returns this process's writer; nobody reads its status where no supervisor started the process."""
+    """Returns this process's writer; without a supervisor it writes to memory that nobody reads."""
     return _writer(os.environ.get(STATUS))
 
 
@@ -94,18 +94,18 @@ def status_writer() -> StatusWriter:
 def _writer(path: str | None) -> StatusWriter:
     try:
         return StatusWriter(path)
-    except OSError:  # the variable outlived the job, as in a shell that the job started
+    except OSError:  # the job is over, as in a shell that it started
         return StatusWriter(None)
 
 
 def report_step(step: int) -> None:
-    """Reports which training step begins to the supervisor of this process.
+    """Reports to the supervisor of this process which training step begins.
 
     ``distribute-jax launch`` shows it when the process ends, and counts a step beyond all earlier ones as
-    progress, for which it restarts a failed job; ``dj.testing.Fault`` waits for it. Where nothing
-    supervises the process, nothing happens. It takes about a microsecond.
+    progress, for which it restarts a failed job; ``dj.testing.Fault`` waits for it. Without a supervisor
+    nothing happens. It takes about a microsecond.
 
-    In a loop that does not call this, steps are counted: each one that a strategy runs, starting from the
+    In a loop that does not call this, the library counts the steps that a strategy runs, starting from the
     step that ``CheckpointManager.restore`` or ``restore_latest`` has restored.
 
     Args:
@@ -121,22 +121,22 @@ def report_step(step: int) -> None:
 
 @dataclass
 class Activity:
-    """What this process is doing; writing it is an assignment, and the watchdog's thread reads it."""
+    """What this process is doing: plain attributes, which the watchdog's thread reads."""
 
     watched: bool = False
-    """False where nobody reads it: in a process that is alone."""
+    """False if there is no watchdog, as in a job of one process."""
     step: int = 0
-    """How many steps were dispatched."""
+    """The number of dispatched steps."""
     phase: str = YOUR_CODE
     since: float = 0.0
-    """When the phase began, on the clock of ``time.monotonic()``."""
+    """When the phase began, by ``time.monotonic()``."""
     last: Any = None
-    """An array that the last step computes: once it is ready, the step is done."""
+    """An output of the last step, by which one sees whether it has finished."""
     dispatched: float = 0.0
     """When the last step was dispatched."""
 
     def waiting(self) -> tuple[str, float] | None:
-        """Returns what the process waits for and since when; None where it waits for nothing."""
+        """Returns what the process waits for, and since when; None if it does not wait."""
         phase, since = self.phase, self.since
         if phase is not YOUR_CODE:
             return phase, since
@@ -156,7 +156,7 @@ def activity() -> Activity:
 
 
 def doing(phase: str) -> AbstractContextManager[None]:
-    """Reports what the main thread does during a ``with`` block."""
+    """Reports what the main thread is doing during a ``with`` block."""
     if not _activity.watched or threading.current_thread() is not threading.main_thread():
         return _NOT_REPORTED
     return _reported(phase)
@@ -176,7 +176,7 @@ def _reported(phase: str) -> Iterator[None]:
 
 
 def stepped(steps: int, token: Any) -> None:
-    """Reports that steps were dispatched; ``token`` is an array that they compute."""
+    """Reports that steps were dispatched; ``token`` is one of their outputs."""
     if not _activity.watched:
         return
     _activity.dispatched = time.monotonic()

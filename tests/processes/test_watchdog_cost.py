@@ -19,7 +19,7 @@ class Counted(dict):
         self.requests += 1
         self[key] = text
 
-    put_first = dict.setdefault
+    put_if_absent = dict.setdefault
 
     def get(self, key, seconds):
         self.requests += 1
