@@ -1,4 +1,4 @@
-"""Interrupts, such as that of Ctrl-C, wait while a step takes the old state and the new one is not stored."""
+"""Delays signals such as Ctrl-C while a step has donated the old state and the new one is not stored yet."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _SIGNALS = [getattr(signal, f"SIG{name}") for name in _NAMES if hasattr(signal, 
 
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """Lets signals that Python code handles wait until the block ends; the second of a kind does not.
+    """Delays signals with Python handlers until the block ends; a second signal of a kind is not delayed.
 
-    Python runs their handlers between any two instructions of the main thread, and what a handler raises
-    takes away what a call has just returned. To block the signals themselves would not help: the kernel
-    then delivers them to another thread, and Python handles them in the main thread all the same.
+    Python runs handlers between any two bytecodes of the main thread, and an exception of a handler discards
+    what a call has just returned. Blocking the signals would not help: the kernel then delivers them to
+    another thread, and Python still runs the handlers in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -45,11 +45,11 @@ def interrupts_held_back() -> Iterator[None]:
 
 
 def _set_handlers(handlers: dict[signal.Signals, Any]) -> None:
-    """Sets all, also where one of those that are set already is called meanwhile and raises."""
+    """Sets all handlers, even if one that is already set runs meanwhile and raises."""
     left, interrupt = list(handlers), None
     while left:
         try:
-            # Not a `while`, whose jump back Python 3.13 leaves out of the block that `try` protects.
+            # Not a `while`: Python 3.13 does not protect its jump back by the `try`.
             for number in tuple(left):
                 signal.signal(number, handlers[number])
                 left.remove(number)

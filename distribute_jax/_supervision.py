@@ -1,10 +1,9 @@
-"""What a supervisor and the processes of its job agree on: variables, exit codes, the status file.
+"""The protocol of a supervisor and the processes of its job: variables, exit codes, the status file.
 
-Nothing here needs JAX, so that a supervisor does not load it.
+Nothing here needs JAX, so that a supervisor does not import it.
 
-The status file is mapped into memory, so that writing is a store and not a system call, and what was
-written last outlives the process, however it ended; it is read then. The layout: the number of steps, and
-two texts that end with a zero byte.
+The status file is memory-mapped: writing needs no system call, and the last status outlives the process,
+however it ended. The layout is the number of steps and two texts, each ended by a zero byte.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ NUM_PROCESSES = "DISTRIBUTE_JAX_NUM_PROCESSES"
 PROCESS_ID = "DISTRIBUTE_JAX_PROCESS_ID"
 LOCAL_PROCESS_ID = "DISTRIBUTE_JAX_LOCAL_PROCESS_ID"
 JOB = "DISTRIBUTE_JAX_JOB"
-"""A number in hex that no other job has."""
+"""A unique number in hex."""
 ATTEMPT = "DISTRIBUTE_JAX_ATTEMPT"
-"""How often the job was started before: 0, 1, …"""
+"""The number of earlier starts: 0, 1, …"""
 HOST = "DISTRIBUTE_JAX_HOST"
 """The address that process 0 listens on."""
 MEETING = "DISTRIBUTE_JAX_MEETING"
-"""A folder of this job on this machine, which nobody else can read."""
+"""A folder of this job on this machine, which only this user can read."""
 STATUS = "DISTRIBUTE_JAX_STATUS"
-"""The status file of this process, in the folder."""
+"""The status file of this process, in that folder."""
 
 SAVED = 42
 """All processes saved at one common step after a preemption."""
@@ -48,7 +47,7 @@ MEANING = {
 """How the supervisor describes a process that ended with the code."""
 
 GRACE_SECONDS = 30.0
-"""How long the processes of a job may take to save when it is asked to stop."""
+"""The default time for the processes of a job to save when it is asked to stop."""
 
 AWAITED = "<- the others wait for it"
 """Marks a process in a list of what each of them does."""
@@ -56,7 +55,6 @@ AWAITED = "<- the others wait for it"
 DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 SIZE = 4096
-"""Of the status file."""
 PHASE = slice(64, 192)
 ERROR = slice(192, SIZE)
 
@@ -68,15 +66,15 @@ class Status:
     step: int | None
     """The last training step that began; None before the first."""
     phase: str
-    """What it is doing, such as ``"compiling"``; may be empty."""
+    """Such as ``"compiling"``; may be empty."""
     error: str
-    """The exception that ends it; empty where there is none."""
+    """The exception that ends the process; empty without one."""
 
 
 def read_status(path: str | os.PathLike[str]) -> Status:
-    """Returns what a process that has ended reported last; an empty status if the file is missing.
+    """Returns the last status of a process; an empty one if the file is missing.
 
-    A process that was killed while it wrote a text may leave half of it.
+    A process that was killed while writing a text may leave half of it.
     """
     try:
         raw = Path(path).read_bytes().ljust(SIZE, b"\0")
@@ -91,16 +89,16 @@ def _text(raw: bytes) -> str:
 
 
 def step_in(count: int) -> int | None:
-    """Returns the step for the number of steps in a status file."""
+    """Returns the last step, for the number of steps in a status file."""
     return count - 1 if count else None
 
 
 def xla_flags(environment: Mapping[str, str]) -> list[str]:
-    """Returns the flags of XLA, without the number of simulated CPU devices."""
+    """Returns XLA's flags without the number of simulated CPU devices."""
     return DEVICE_COUNT.sub("", environment.get("XLA_FLAGS", "")).split()
 
 
 def pool_threads(devices: int, environment: Mapping[str, str]) -> str:
-    """Returns NPROC, the size of XLA's pool: with fewer threads, collectives of unread steps deadlock."""
+    """Returns NPROC, the size of XLA's thread pool: with fewer, collectives of steps in flight deadlock."""
     before = environment.get("NPROC", "")
     return str(max(2 * devices, int(before) if before.isdecimal() else 0))

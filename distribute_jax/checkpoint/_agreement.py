@@ -54,7 +54,6 @@ class Announcement:
     """An error, or JSON data, that one process sends to the others."""
 
     method: str
-    """What the user called."""
     error: str = ""
     """The class of the error; empty without one."""
     text: str = ""
@@ -231,11 +230,8 @@ class WriteCoordinator:
     def __init__(self, job: Job, token: str) -> None:
         self._job = job
         self._folder = f"saving/{token}/"
+        self._seconds = job.options.step_seconds * TIMEOUT_FACTOR
         self._deadline = time.monotonic() + self._seconds
-
-    @property
-    def _seconds(self) -> float:
-        return self._job.options.step_seconds * TIMEOUT_FACTOR
 
     @contextmanager
     def leading(self) -> Iterator[None]:

@@ -156,7 +156,6 @@ class BucketDirectory:
 
 
 def bucket_directory(method: str, url: str) -> BucketDirectory:
-    """Returns the directory at a URL."""
     import fsspec
 
     scheme = url.partition("://")[0]

@@ -59,7 +59,6 @@ class DiskDirectory:
             return True
 
     def check_free(self, name: str, *, overwrite: bool) -> None:
-        """Raises if a checkpoint must not be written under this name."""
         folder = self.place / name
         if not folder.exists():
             return
@@ -148,7 +147,6 @@ class DiskDirectory:
             os.close(lock)
 
     def read(self, path: str) -> bytes:
-        """Returns the content of a file."""
         opened = os.open(self._resolve(path), os.O_RDONLY | _NONBLOCK)  # a pipe would block forever
         with open(opened, "rb") as file:
             status = os.fstat(opened)
@@ -170,7 +168,6 @@ class DiskDirectory:
         (self.place / path).write_bytes(data)
 
     def remove_file(self, path: str) -> None:
-        """Removes a file, if it exists."""
         (self.place / path).unlink(missing_ok=True)
 
     @contextmanager
@@ -281,7 +278,6 @@ def sync_all(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Calls fsync for one file or folder."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)

@@ -64,7 +64,6 @@ class Slot:
     current: Any
     """The present value, whose sharding a new one gets; for an ON_READ variable the variable itself."""
     put: Callable[[Any], None]
-    """Sets a new value."""
     aggregated: Callable[[], Any] | None = None
     """Returns the value to save, if each replica has its own."""
     owner: tuple[int, int] | None = None

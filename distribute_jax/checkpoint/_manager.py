@@ -6,7 +6,6 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self, SupportsIndex
 
 from distribute_jax._checks import check_choice, check_int, check_number
@@ -201,12 +200,7 @@ class CheckpointManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Waits as ``wait`` does; after an error of the block, an error of writing is only a warning."""
         if error is None:
             self.wait()

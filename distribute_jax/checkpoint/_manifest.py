@@ -46,7 +46,6 @@ class Part:
     """A box of a leaf, written by one process."""
 
     folder: str
-    """Below the folder with the arrays."""
     name: str
     start: tuple[int, ...]
     """The index of its first element in the stored array."""

@@ -90,7 +90,6 @@ def _silenced() -> Iterator[None]:
 
 @contextmanager
 def _filtered_log(keeps: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
-    """Filters the log of absl, and so of Orbax."""
     logger = logging.getLogger("absl")
     logger.addFilter(keeps)
     try:
@@ -151,7 +150,6 @@ def write_bytes(folder: Path, named: Mapping[str, Array]) -> None:
 
 
 def read_bytes(folder: Path, sizes: Sizes) -> Mapping[str, Any]:
-    """Reads some of these files, as arrays of bytes."""
     return {name: np.fromfile(folder / name, np.uint8) for name in sizes}
 
 

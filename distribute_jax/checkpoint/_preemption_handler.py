@@ -35,7 +35,6 @@ _POLL_SECONDS = 1.0
 
 _PRODUCT_NAME = Path("/sys/class/dmi/id/product_name")
 """Where Linux shows the kind of machine. Asking the metadata server would cost other machines a timeout."""
-_COMPUTE_ENGINE = "Google Compute Engine"
 _COMPUTE_ENGINE_GRACE_SECONDS = 3600.0
 """How long before it stops a VM with GPUs Compute Engine announces that."""
 _MAINTENANCE_EVENT = "/instance/maintenance-event"
@@ -247,7 +246,7 @@ def _is_compute_engine_with_gpu() -> bool:
         product = _PRODUCT_NAME.read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux, or not a PC
         return False
-    return product.strip() == _COMPUTE_ENGINE and _has_gpu()
+    return product.strip() == "Google Compute Engine" and _has_gpu()
 
 
 def _has_gpu() -> bool:

@@ -88,7 +88,6 @@ class Saved:
 
 
 def intersection(left: Box, right: Box) -> Box | None:
-    """Returns the intersection of two boxes; None if it is empty."""
     pairs = zip(left, right, strict=True)
     shared = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
     return None if any(dim.start >= dim.stop for dim in shared) else shared

@@ -206,7 +206,6 @@ def _check_same_checkpoint(method: str, where: str, manifest: Manifest) -> None:
 
 
 def check_target(tree: Any, method: str) -> None:
-    """Raises if a tree has leaves that cannot be replaced."""
     check_context(method)
     if not isinstance(tree, MutableMapping) and not is_in_place(tree):
         raise CheckpointError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack, suppress
-from types import TracebackType
 from typing import Any, Self, SupportsIndex
 
 from distribute_jax._checks import check_int, check_number
@@ -136,14 +135,9 @@ class Preemptible:
         self._exits.push(self._save_at_end)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Saves the state at the end of the loop."""
-        self._exits.__exit__(kind, error, traceback)
+        self._exits.__exit__(*error)
 
     def _save_at_end(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and self.step > self._saved:

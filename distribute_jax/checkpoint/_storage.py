@@ -19,12 +19,10 @@ _URL_AS_PATH = re.compile(r"(gs|gcs|s3|az|abfs|memory):/[^/]")
 
 
 def is_url(text: str) -> bool:
-    """True if a text is a URL rather than a path."""
     return "://" in text
 
 
 def directory_of(method: str, path: str | os.PathLike[str]) -> Directory:
-    """Returns the directory at a path or a URL."""
     text = os.fspath(path)
     if is_url(text):
         return bucket_directory(method, text)

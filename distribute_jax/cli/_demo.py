@@ -24,7 +24,6 @@ DESCRIPTION = HELP.capitalize() + "."
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
     text = "number of simulated devices (4)"
     command.add_argument("--devices", type=int, default=4, metavar="M", help=text)
 

@@ -51,14 +51,12 @@ DESCRIPTION = HELP.capitalize() + "."
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
     text = "address of process 0; default: detected"
     command.add_argument("--coordinator", metavar="HOST:PORT", help=text)
     command.add_argument("--markdown", action="store_true", help="a block to paste into an issue")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the findings, a line each."""
     failed, fence = False, ["```"] * options.markdown
     print(*fence, sep="\n", end="\n" * options.markdown)
     for finding in findings(options.coordinator):

@@ -17,14 +17,12 @@ from distribute_jax.launch import CACHE, cache_folder, supervise
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
     for flags, kind, default, metavar, text in _OPTIONS:
         command.add_argument(*flags, type=kind, default=default, metavar=metavar, help=text)
     add_program(command)
 
 
 def add_program(command: argparse.ArgumentParser) -> None:
-    """Adds the program that a command runs."""
     command.add_argument(
         "-m", dest="module", action="store_true", help="run the program as a module"
     )
@@ -33,7 +31,6 @@ def add_program(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Launches the program and returns the exit code of the job."""
     check_program(options.program, is_module=options.module)
     least = options.min_processes or options.processes
     if least > options.processes:
@@ -55,7 +52,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_program(program: str, *, is_module: bool, command: str = "launch") -> None:
-    """Raises if there is no such program."""
     path = Path(program)
     missing = ""
     if is_module:

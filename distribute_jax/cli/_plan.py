@@ -16,7 +16,6 @@ from distribute_jax.program import StepPlan, plan_table
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
     add = command.add_argument
     numbers = "numbers of replicas, as 8,64,1024 (those of the program's strategy)"
     add("--replicas", type=_numbers, default=(), metavar="N,…", help=numbers)
@@ -30,7 +29,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the program up to its first step, and prints the plan of that."""
     check_program(options.program, is_module=options.module, command="plan")
     memory = None if options.memory is None else int(options.memory * 2**30)
 

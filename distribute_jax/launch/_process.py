@@ -97,7 +97,6 @@ class Guard:
             )
 
     def end_all(self) -> None:
-        """Ends all processes of the job."""
         with suppress(OSError):  # somebody has killed it
             self._end.sendall(b"\n")
             self._end.recv(1)
@@ -115,12 +114,10 @@ class ProcessSpec:
     """A process to start."""
 
     index: int
-    """Its number in the job."""
     command: Sequence[str]
     """The path of an executable and its arguments."""
     environment: Mapping[str, str]
     status: Path
-    """The status file that the environment names."""
 
 
 class ProcessGroup:
@@ -150,16 +147,13 @@ class ProcessGroup:
 
     @property
     def running(self) -> list[ChildProcess]:
-        """The processes that have not ended."""
         return [child for child in self.children if not child.has_ended.is_set()]
 
     def send(self, number: int) -> None:
-        """Sends a signal to the processes that run."""
         for child in self.running:
             child.send(number)
 
     def wait(self, seconds: float) -> None:
-        """Waits until all have ended, but not longer than this."""
         limit = time.monotonic() + seconds
         for child in self.children:
             child.has_ended.wait(max(0.0, limit - time.monotonic()))
@@ -217,7 +211,6 @@ class ChildProcess:
         _in_background(self._wait)
 
     def send(self, number: int) -> None:
-        """Sends a signal to the process, unless it has ended."""
         with self._reaping:
             if self.code is None:
                 os.kill(self.pid, number)
@@ -278,7 +271,6 @@ class Printer:
 
     @property
     def last_lines(self) -> list[str]:
-        """The last lines, without their line ends."""
         return [line.decode(errors="replace").rstrip() for line in self._lines]
 
 

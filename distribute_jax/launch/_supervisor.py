@@ -101,7 +101,6 @@ def supervise(
 
 
 def say(text: str) -> None:
-    """Prints one line of the supervisor."""
     with suppress(OSError):  # nobody reads it
         os.write(2, f"distribute-jax: {text}\n".encode())
 
@@ -115,7 +114,6 @@ class Inbox:
         """The first signal that asked the supervisor to stop."""
 
     def put(self, event: ChildProcess | signal.Signals) -> None:
-        """Takes a process that has ended, or a signal."""
         if isinstance(event, signal.Signals) and self.stop_signal is None:
             self.stop_signal = event
         self._events.put(event)
@@ -135,7 +133,6 @@ class Inbox:
 
 @contextmanager
 def signals_into(inbox: Inbox) -> Iterator[None]:
-    """Puts the signals that ask the supervisor to stop into the inbox."""
 
     def put(number: int, frame: FrameType | None) -> None:
         inbox.put(signal.Signals(number))
@@ -253,7 +250,6 @@ class Attempt:
 
 
 def _best(group: ProcessGroup) -> int | None:
-    """Returns the highest step that a process has reported."""
     steps = [read_status(child.spec.status).step for child in group.children]
     return max((step for step in steps if step is not None), default=None)
 
@@ -269,7 +265,6 @@ class LocalJob:
     folder: Path
     """A folder that only this job uses."""
     name: str = field(default_factory=lambda: secrets.token_hex(8))
-    """A number in hex that no other job has."""
 
     def process(
         self, index: int, attempt: int, changes: Mapping[str, str] | None = None

@@ -25,12 +25,10 @@ class Progress:
     attempt: int = 0
     """The number of the attempt that runs, or has just ended."""
     best: int | None = None
-    """The highest step of all attempts."""
     fruitless: int = 0
     """How many restarts in a row ended without a step beyond the best."""
 
     def after(self, outcome: AttemptOutcome) -> Progress:
-        """Returns the progress including that of the last attempt."""
         if outcome.best is not None and (self.best is None or outcome.best > self.best):
             return Progress(self.attempt, outcome.best, 0)
         return Progress(self.attempt, self.best, self.fruitless + (self.attempt > 0))
@@ -101,7 +99,6 @@ class AttemptOutcome:
     failure: ProcessFailure | None = None
     """The process that failed first; None where none failed by itself."""
     best: int | None = None
-    """The highest step that a process has reached."""
     all_saved: bool = False
     """True if all ended with a saved state after a preemption."""
     any_saved: bool = False
@@ -199,7 +196,6 @@ def _shortened(text: str) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Returns the name of a signal, such as ``SIGKILL``."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -86,7 +86,6 @@ class KeyValueStore:
         return {key[start:]: text for key, text in entries}
 
     def remove(self, folder: str) -> None:
-        """Removes all texts below a folder."""
         self._client.key_value_delete(_PREFIX + folder)
 
 
@@ -161,12 +160,10 @@ class ActionLog:
         return self._message
 
     def compare_last(self) -> None:
-        """Compares the last action of this process with that of process 0."""
         self._compare(self._store.under(_FOLDER), is_last=True)
         self._store.put(f"{_FOLDER}finished/{self._index}", "")
 
     def publish(self) -> None:
-        """Publishes the latest actions of process 0."""
         if self._index == 0 and (actions := self._copy()):
             # Not only the last: a process that waits elsewhere may never get as far.
             latest = [[action.number, action.chain] for action in actions[-_PUBLISHED_ACTIONS:]]

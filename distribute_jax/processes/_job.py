@@ -54,8 +54,6 @@ class ClusterOptions:
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Where a process runs."""
-
     host: str
     pid: int
 
@@ -70,13 +68,11 @@ class Job:
     index: int
     """The index of this process."""
     count: int
-    """The number of processes."""
     options: ClusterOptions
     store: KeyValueStore
     processes: Sequence[ProcessInfo] = ()
     """Where they run; empty if that is unknown."""
     last_seen: Callable[[int], str] = lambda process: ""
-    """Returns what a process was last seen doing."""
     actions: ActionLog = field(init=False)
     _rounds: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -123,7 +119,6 @@ class Job:
         return texts
 
     def barrier(self, name: str, seconds: float | None = None) -> None:
-        """Waits until every process has called it."""
         self.exchange(f"barrier {name}", "", seconds)
 
     def _collect(self, folder: str, local: str, seconds: float) -> str:
@@ -175,7 +170,6 @@ _current: Job = _ALONE
 
 
 def current_job() -> Job:
-    """Returns the job of this process."""
     return _current
 
 
@@ -185,7 +179,6 @@ def job_of(mesh: Mesh) -> Job:
 
 
 def set_job(new: Job) -> None:
-    """Sets the job of this process."""
     global _current
     _current = new
 
@@ -204,7 +197,6 @@ def is_chief() -> bool:
 
 
 def check_barrier(name: object, timeout: object) -> None:
-    """Raises for an invalid name or timeout of a barrier."""
     if not name:
         refuse("strategy.barrier: name", "a non-empty str", name)
     if timeout is not None:

@@ -56,11 +56,9 @@ class Heartbeat:
     number: int
     """Increases with each heartbeat."""
     step: int
-    """The number of dispatched steps."""
     phase: str | None
     """What the process waits for; None if it does not wait."""
     seconds: float
-    """How long it has waited."""
 
     def __str__(self) -> str:
         if self.phase is None:
@@ -82,13 +80,11 @@ def _entries_below(news: Mapping[str, str], folder: str) -> dict[str, str]:
 
 
 def _heartbeats(job: Job) -> dict[int, Heartbeat]:
-    """Returns the last heartbeat of each process."""
     entries = job.store.under(_HEARTBEATS)
     return {int(process): Heartbeat(*json.loads(text)) for process, text in entries.items()}
 
 
 def _finished_steps(job: Job) -> dict[str, str]:
-    """Returns the last step of each process that has finished."""
     return job.store.under(_NEWS + _FINISHED)
 
 
@@ -108,7 +104,6 @@ def _failure_of_another(job: Job, news: Mapping[str, str]) -> str | None:
 
 
 def last_seen(job: Job, process: int) -> str:
-    """Returns what a process was last seen doing."""
     if step := _finished_steps(job).get(str(process)):
         return f": left at step {step}, while the others go on"
     heartbeat = _heartbeats(job).get(process)
@@ -303,7 +298,6 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops the thread and the timer."""
         self._stop.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()

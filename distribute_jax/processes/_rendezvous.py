@@ -24,9 +24,7 @@ GREETING = b'{"distribute_jax": "rendezvous"}\n'
 """Shows a process that it has reached process 0 of a job."""
 
 _GREETING_SECONDS = 2.0
-"""Timeout of one message."""
 _MAX_MESSAGE_BYTES = 1 << 16
-"""Bytes of one message."""
 _LINGER_SECONDS = 1.0
 """How long process 0 stays to send an error to late processes."""
 _PROCESS_BYTES = 512
@@ -53,7 +51,6 @@ class Handshake:
     facts: Mapping[str, str]
     """What must be equal on all processes, by name."""
     job: str = ""
-    """Identifies the launch."""
     info: ProcessInfo = field(
         default_factory=lambda: ProcessInfo(socket.gethostname(), os.getpid())
     )
@@ -124,7 +121,6 @@ class _Server:
         selector.register(listener, selectors.EVENT_READ)
 
     def run(self, seconds: float) -> list[ProcessInfo]:
-        """Waits until all have connected; returns where they run."""
         deadline = time.monotonic() + seconds
         while self._error is None and len(self._handshakes) < self._count:
             if time.monotonic() < deadline:
@@ -148,7 +144,6 @@ class _Server:
         return infos
 
     def _serve_until(self, deadline: float) -> None:
-        """Handles the next messages and connections."""
         ready = [key for key, _ in self._selector.select(max(deadline - time.monotonic(), 0))]
         for key in ready:
             if key.fileobj is not self._listener:

@@ -44,16 +44,14 @@ def on_sigterm(action: Action) -> None:
     Nothing happens if the user has a handler, or in a thread other than the main one.
     """
     _actions.insert(0, action)
-    if _stop_listening is None and _can_listen():
-        _start()
+    _start_listening()
 
 
 @contextlib.contextmanager
 def replace_sigterm(action: Action) -> Iterator[bool]:
     """Replaces the action for SIGTERM in a ``with`` block; yields whether it will be called."""
     _actions.append(action)
-    if _stop_listening is None and _can_listen():
-        _start()
+    _start_listening()
     try:
         yield _stop_listening is not None
     finally:
@@ -64,16 +62,15 @@ def replace_sigterm(action: Action) -> Iterator[bool]:
             _actions.remove(action)
 
 
-def _can_listen() -> bool:
-    is_main = threading.current_thread() is threading.main_thread()
-    return is_main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, signal.SIG_IGN)
-
-
-def _start() -> None:
+def _start_listening() -> None:
     global _stop_listening
+    before = signal.getsignal(signal.SIGTERM)
+    is_main = threading.current_thread() is threading.main_thread()
+    is_default = before in (signal.SIG_DFL, signal.SIG_IGN)
+    if _stop_listening is not None or not is_main or not is_default:
+        return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *_: None)
     old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     if old != -1:  # an event loop's, which wakes the main thread itself

@@ -69,7 +69,6 @@ class StatusWriter:
         self._write(ERROR, text)
 
     def listen(self, listener: Listener | None) -> None:
-        """Calls a function after every change of the step or the phase."""
         self._listener = listener
 
     def _write(self, field: slice, text: str) -> None:
@@ -126,14 +125,12 @@ class Activity:
     watched: bool = False
     """False if there is no watchdog, as in a job of one process."""
     step: int = 0
-    """The number of dispatched steps."""
     phase: str = YOUR_CODE
     since: float = 0.0
     """When the phase began, by ``time.monotonic()``."""
     last: Any = None
     """An output of the last step, by which one sees whether it has finished."""
     dispatched: float = 0.0
-    """When the last step was dispatched."""
 
     def waiting(self) -> tuple[str, float] | None:
         """Returns what the process waits for, and since when; None if it does not wait."""
@@ -151,7 +148,6 @@ _NOT_REPORTED = nullcontext()
 
 
 def activity() -> Activity:
-    """Returns the activity of this process."""
     return _activity
 
 
