@@ -15,14 +15,14 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command, by default that of this process, and returns the exit code."""
+    """Runs a command, by default that of ``sys.argv``, and returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="distribute-jax", description=_DESCRIPTION)
     parser.add_argument(
         "--version", action="version", version=f"%(prog)s {version('distribute-jax')}"
     )
     commands = parser.add_subparsers(required=True, metavar=f"{{{','.join(_COMMANDS)}}}")
-    # A supervisor does not load JAX, which the other commands need.
+    # Only the module of the command: a supervisor does not import JAX, which the others need.
     for name in {*arguments[:1]} & {*_COMMANDS} or _COMMANDS:
         module = importlib.import_module(f"distribute_jax.cli._{name}")
         command = commands.add_parser(

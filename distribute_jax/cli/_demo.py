@@ -1,4 +1,4 @@
-"""``distribute-jax demo``: a small training over all replicas, which needs nothing but the package."""
+"""``distribute-jax demo``: trains a small model on all replicas, without further packages or data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Trains, and prints how the losses differ from those of one device."""
+    """Trains, and prints the losses beside those of one device."""
     if LaunchedClusterResolver.is_present():
         strategy: Strategy = MultiWorkerMirroredStrategy()
         losses = _trained(strategy)
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _trained(strategy: Strategy) -> np.ndarray:
-    """Returns the loss of each epoch; the last of its batches is partial."""
+    """Returns the loss of each epoch, whose last batch is partial."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(500, 20)).astype(np.float32)
     y = (x @ rng.normal(size=(20, 3))).argmax(axis=1)

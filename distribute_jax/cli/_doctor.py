@@ -29,17 +29,17 @@ _PROBE = (
     "print(json.dumps([len(d), d[0].platform, d[0].device_kind]))"
 )
 _GPU = Path("/proc/driver/nvidia/version")
-"""Exists where the driver of an NVIDIA GPU is loaded."""
+"""Exists if the driver of an NVIDIA GPU is loaded."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor."""
+    """One line of output."""
 
     subject: str
     state: str
     fix: str = ""
-    """What to do; empty where nothing is wrong."""
+    """What to do; empty if nothing is wrong."""
 
     def __str__(self) -> str:
         mark = "FIX" if self.fix else "ok "
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def findings(address: str | None) -> Iterator[Finding]:
-    """Checks everything, the cheap and likely first; by default the cluster that is detected."""
+    """Checks everything, cheap and likely problems first; by default for the detected cluster."""
     yield from versions()
     yield from devices()
     process = None
@@ -95,7 +95,7 @@ def findings(address: str | None) -> Iterator[Finding]:
 
 
 def versions() -> Iterator[Finding]:
-    """Checks the versions, and the folder of compiled programs."""
+    """Checks versions, and the folder of compiled programs."""
     installed = {name: _version(name) for name in _PACKAGES}
     text = ", ".join(f"{name} {number}" for name, number in installed.items())
     yield Finding("versions", f"Python {platform.python_version()}, {text}")
@@ -124,7 +124,7 @@ def _version(name: str) -> str:
 
 
 def devices() -> Iterator[Finding]:
-    """Starts JAX in a separate process, since that may hang where another one has the chips."""
+    """Starts JAX in a separate process, since it may hang if another process holds the accelerators."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE],
@@ -161,7 +161,7 @@ def _first_line(error: Exception) -> str:
 
 
 def host_name(several_machines: bool) -> Finding:
-    """Checks the address of this machine's name, which collectives between CPUs tell the others."""
+    """Checks the address of this machine's name, which JAX's CPU collectives announce to the others."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -182,7 +182,7 @@ def is_loopback(host: str) -> bool:
 
 
 def coordinator(host: str, port: int, process: int | None) -> Iterator[Finding]:
-    """Checks that process 0, or this machine if it has the address, can listen there, or be reached."""
+    """Checks that this process can listen at the address, if it is process 0's, or else can connect to it."""
     where = f"{host}:{port}"
     try:
         family, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

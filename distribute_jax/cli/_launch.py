@@ -1,4 +1,4 @@
-"""``distribute-jax launch``: a program in many processes on one machine."""
+"""``distribute-jax launch``: runs a program in several processes on one machine."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ _OPTIONS: tuple[tuple[Sequence[str], Callable[[str], Any], Any, str, str], ...] 
     (("--grace",), _seconds, GRACE_SECONDS, "SECONDS",
      f"time for the processes to save and exit after SIGTERM or Ctrl-C ({GRACE_SECONDS:g})"),
 )  # fmt: skip
-"""Names, type, default, what stands for the value, and help."""
+"""Flags, type, default, metavar and help."""
 
 HELP = "start a program in many processes"
 DESCRIPTION = """\

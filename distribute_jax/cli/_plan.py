@@ -1,4 +1,4 @@
-"""``distribute-jax plan``: what the first step of a program takes on each device, without running it."""
+"""``distribute-jax plan``: prints what the first step of a program needs on each device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of one attempt: started, their output and exit codes read, stopped."""
+"""Starts and stops the processes of one attempt, and reads their output and exit codes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from typing import IO, BinaryIO, Self
 from distribute_jax._errors import ClusterError
 
 Sink = Callable[[bytes], None]
-"""Takes what a process wrote, line by line; called in a separate thread."""
+"""Called in a separate thread with each line that a process writes."""
 
-_AFTER_KILL = 10.0
-_LINE = 1 << 16
-_LAST_OUTPUT = 1.0
-_KEPT_LINES = 200
+_KILL_SECONDS = 10.0
+_MAX_LINE_BYTES = 1 << 16
+_DRAIN_SECONDS = 1.0
+_MAX_KEPT_LINES = 200
 _TRACEBACK = "Traceback (most recent call last):"
 _FATAL = re.compile(r"F\d{4} [^\]]*\] (.+)|(Fatal Python error: .+|Timeout \(.+\)!)")
-"""What Python's fault handler and Abseil's log write before they end a process."""
-_NO_REASON = re.compile(r"\s|$|(DEBUG|INFO|WARNING)\b|[IWE]\d{4} |.*Warning: ")
-_TIED = """
+"""What faulthandler and Abseil's log write when they end a process."""
+_NOT_A_REASON = re.compile(r"\s|$|(DEBUG|INFO|WARNING)\b|[IWE]\d{4} |.*Warning: ")
+_TIE_TO_PARENT = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG, which lasts through exec
@@ -40,8 +40,8 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 """Ties a process to its supervisor, and then becomes the program.
 
-When the supervisor is gone, however it ended, the kernel ends the process, even one that is stopped or hangs
-in C code. Only Linux offers this; elsewhere a supervisor that is killed leaves its processes behind.
+When the supervisor ends, in whatever way, the kernel kills the process, even if it is stopped or hangs in C
+code. Only Linux supports this; elsewhere a supervisor that is killed leaves its processes behind.
 """
 
 _GUARD = """
@@ -80,11 +80,11 @@ shutil.rmtree(folder, ignore_errors=True)
 
 
 class Guard:
-    """A small process that ends what the processes of a job have started, sessions of their own included.
+    """A small process that kills whatever the processes of a job have started, in any session.
 
-    It outlives a supervisor that is killed, and then ends all processes of the job and removes its folder.
-    They are known by a variable in their environment, as ``/proc`` shows it: on Linux, and not where one has
-    removed the variable or overwritten its environment.
+    It outlives a supervisor that is killed, and then kills all processes of the job and removes its folder.
+    It finds them by a variable in their environment, as shown by ``/proc``: on Linux only, and not if a
+    process has removed the variable or overwritten its environment.
     """
 
     def __init__(self, variable: str, folder: str) -> None:
@@ -97,7 +97,7 @@ class Guard:
             )
 
     def end_all(self) -> None:
-        with suppress(OSError):  # somebody has killed it
+        with suppress(OSError):  # the guard was killed
             self._end.sendall(b"\n")
             self._end.recv(1)
 
@@ -114,14 +114,15 @@ class ProcessSpec:
     """A process to start."""
 
     index: int
+    """The index of the process in the job."""
     command: Sequence[str]
-    """The path of an executable and its arguments."""
+    """The path of an executable, and its arguments."""
     environment: Mapping[str, str]
     status: Path
 
 
 class ProcessGroup:
-    """Starts processes together; on leaving the ``with`` block none of them is left."""
+    """Starts processes together, and kills those that are left at the end of the ``with`` block."""
 
     def __init__(
         self,
@@ -159,13 +160,13 @@ class ProcessGroup:
             child.has_ended.wait(max(0.0, limit - time.monotonic()))
 
     def stop(self, grace: float) -> None:
-        """Stops those that run: with SIGTERM, and after ``grace`` seconds with SIGKILL."""
+        """Stops running processes with SIGTERM, and after ``grace`` seconds with SIGKILL."""
         if grace > 0:
             self.send(signal.SIGTERM)
             self.wait(grace)
         for child in self.running:
             child.kill()
-        self.wait(_AFTER_KILL)
+        self.wait(_KILL_SECONDS)
 
     def __enter__(self) -> Self:
         return self
@@ -175,10 +176,10 @@ class ProcessGroup:
 
 
 class ChildProcess:
-    """A running process that ends with its supervisor.
+    """A running process, which is killed when its supervisor ends.
 
-    Start it in a thread that outlives it: the kernel takes the end of that thread for the supervisor's. It
-    has ended once its output is read and nothing of its process group is left.
+    Start it in a thread that outlives it: to the kernel, the end of that thread is the supervisor's. It has
+    ended once its output is read and its process group is empty.
     """
 
     def __init__(
@@ -186,15 +187,15 @@ class ChildProcess:
     ) -> None:
         self.spec = spec
         self.code: int | None = None
-        """The exit code, or minus the number of a signal, once it has ended."""
+        """Once it has ended, the exit code, or minus the number of a signal."""
         self.seconds = 0.0
-        """How long it ran, once it has ended."""
+        """Once it has ended, how long it ran."""
         self.has_ended = threading.Event()
         self._start = time.monotonic()
         self._on_exit = on_exit
         self._reaping = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), *spec.command],
+            [sys.executable, "-I", "-S", "-c", _TIE_TO_PARENT, str(os.getpid()), *spec.command],
             env=dict(spec.environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -216,14 +217,14 @@ class ChildProcess:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kills the process and all that it started in its group."""
+        """Kills the process and the rest of its process group."""
         with self._reaping:
             if self.code is None:
                 self._kill_group()
 
     def _wait(self) -> None:
         if hasattr(os, "waitid"):
-            # Until it is reaped, no other process can get its number, nor that of its group.
+            # Until it is reaped, its pid and process group cannot be reused.
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         else:
             self._process.wait()
@@ -233,12 +234,12 @@ class ChildProcess:
             self.seconds = time.monotonic() - self._start
             self.code = code
         for reader in self._readers:
-            reader.join(_LAST_OUTPUT)  # a daemon that left the group may hold the pipe for ever
+            reader.join(_DRAIN_SECONDS)  # a daemon that left the group may hold the pipe forever
         self.has_ended.set()
         self._on_exit(self)
 
     def _kill_group(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # nothing of it is left
+        with suppress(ProcessLookupError, PermissionError):  # the group is empty
             os.killpg(self.pid, signal.SIGKILL)
 
 
@@ -250,18 +251,18 @@ def _in_background(work: Callable[..., None], *args: object) -> threading.Thread
 
 def _read(stream: IO[bytes], sink: Sink) -> None:
     with stream:
-        while line := stream.readline(_LINE):
+        while line := stream.readline(_MAX_LINE_BYTES):
             sink(line)
 
 
 class Printer:
-    """Prints the lines of one stream of one process, one at a time by the lock, and keeps the last ones."""
+    """Prints the lines of one stream of a process with its index, and keeps the last ones."""
 
     def __init__(self, process: int, stream: BinaryIO, lock: threading.Lock) -> None:
         self._prefix = f"[{process}] ".encode()
         self._stream = stream
         self._lock = lock
-        self._lines: deque[bytes] = deque(maxlen=_KEPT_LINES)
+        self._lines: deque[bytes] = deque(maxlen=_MAX_KEPT_LINES)
 
     def __call__(self, line: bytes) -> None:
         self._lines.append(line)
@@ -277,10 +278,10 @@ class Printer:
 def last_error(lines: Sequence[str], *, has_begun: bool = False) -> str:
     """Returns why a process failed, from the last lines of its standard error.
 
-    The first line of the last traceback's exception, such as ``"ValueError: bad batch"``, or what C code
-    said as it ended the process. Where there is neither, the last line of a process that has not begun its
-    steps, as for a script that does not exist, unless that is a warning; else nothing: what a training
-    wrote before it failed is not the reason.
+    That is the first line of the last exception, such as ``"ValueError: bad batch"``, or the message of C
+    code that ended the process. Without either it is the last line, unless that is a warning, if the process
+    has not begun its steps, as with a script that does not exist; afterwards an ordinary line is not the
+    reason.
     """
     for start in reversed(range(len(lines))):
         if lines[start].startswith(_TRACEBACK):
@@ -288,4 +289,4 @@ def last_error(lines: Sequence[str], *, has_begun: bool = False) -> str:
             return next((line for line in after if line and line[0] not in " \t"), "")
         if fatal := _FATAL.match(lines[start]):
             return fatal[1] or fatal[2]
-    return next((x for x in reversed(lines) if not has_begun and not _NO_REASON.match(x)), "")
+    return next((x for x in reversed(lines) if not has_begun and not _NOT_A_REASON.match(x)), "")

@@ -1,4 +1,4 @@
-"""Starts the processes of a job, watches them, and restarts all while that brings progress."""
+"""Starts the processes of a job, watches them, and restarts all of them as long as they make progress."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ from distribute_jax.launch._verdict import (
     ProcessFailure,
     Progress,
     decide,
-    of_the_program,
+    is_same_program_error,
 )
 
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 PREFIX = "distribute-jax-"
-"""Of the temporary folder of a job."""
+"""Prefix of the temporary folder of a job."""
 
-_AFTER_A_FAILURE = 1.0
-"""Seconds that the others have to end by themselves: without the one that failed they cannot save."""
-_LONGEST_WAIT = 10.0
-"""Seconds, at most, in which the others may fail as the first one did, so that a restart is in vain."""
+_FAILURE_GRACE_SECONDS = 1.0
+"""How long the others have to end by themselves; without the process that failed they cannot save."""
+_MAX_SAME_ERROR_SECONDS = 10.0
+"""How long, at most, to wait whether the others fail with the same error, so that a restart is useless."""
 _LOOPBACK = "127.0.0.1"
-_LONG = 86400.0
-_REJOIN_POLL = 1.0
-_TO_SAY_SO = 1.0
-"""Seconds after the grace in which a process that could not save may say so."""
+_DAY_SECONDS = 86400.0
+_REJOIN_POLL_SECONDS = 1.0
+_REPORT_SECONDS = 1.0
+"""How long after the grace period a process that could not save may report that."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Ask the processes to save; SIGHUP comes when the terminal is gone."""
+"""Signals that ask the job to save and stop; SIGHUP means that the terminal was closed."""
 
 
 def supervise(
@@ -68,7 +68,7 @@ def supervise(
     longest_pause: float,
     grace: float,
 ) -> int:
-    """Runs a job to its end and returns its exit code, 42 where all saved; the options are launch's."""
+    """Runs a job to its end and returns its exit code, 42 if all saved; the options are those of launch."""
     progress, inbox = Progress(), Inbox()
     name = secrets.token_hex(8)
     with (
@@ -77,14 +77,14 @@ def supervise(
         Guard(f"{_supervision.JOB}={name}", folder) as guard,
     ):
         job = LocalJob(processes, devices, command, environment, Path(folder), name)
-        order, used = list(range(processes)), processes  # those that failed last stand last
+        order, used = list(range(processes)), processes  # the last to fail comes last
         while True:
             places = sorted(order[:used])
             if inbox.stop_signal is None:
-                seconds = rejoin if used < processes else _LONG
+                seconds = rejoin if used < processes else _DAY_SECONDS
                 outcome = Attempt(job, places, progress, inbox, grace, seconds).run()
                 guard.end_all()
-            else:  # it came during the pause
+            else:  # stopped during the pause
                 outcome = AttemptOutcome(stop_signal=inbox.stop_signal)
             verdict = decide(outcome, progress, max_restarts, longest_pause)
             if verdict.text:
@@ -101,12 +101,12 @@ def supervise(
 
 
 def say(text: str) -> None:
-    with suppress(OSError):  # nobody reads it
+    with suppress(OSError):  # it may be closed
         os.write(2, f"distribute-jax: {text}\n".encode())
 
 
 class Inbox:
-    """Takes ended processes from threads and signals from handlers; one thread reads them."""
+    """A queue of ended processes, from threads, and signals, from handlers; one thread reads it."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[ChildProcess | signal.Signals] = queue.SimpleQueue()
@@ -119,13 +119,13 @@ class Inbox:
         self._events.put(event)
 
     def get(self, seconds: float) -> ChildProcess | signal.Signals | None:
-        """Returns the next event; None if there is none within this time."""
+        """Returns the next event; None after the timeout."""
         with suppress(queue.Empty):
             return self._events.get(timeout=max(0.0, seconds))
         return None
 
     def pause(self, seconds: float) -> None:
-        """Waits between two attempts, unless the supervisor is to stop."""
+        """Waits between two attempts, or until the supervisor is asked to stop."""
         deadline = time.monotonic() + seconds
         while self.stop_signal is None and (left := deadline - time.monotonic()) > 0:
             self.get(left)
@@ -138,7 +138,7 @@ def signals_into(inbox: Inbox) -> Iterator[None]:
         inbox.put(signal.Signals(number))
 
     before: dict[signal.Signals, Any] = {n: signal.signal(n, put) for n in _STOP_SIGNALS}
-    # Where it is ignored, as a parent may have set it, nobody hears how a process ended.
+    # If a parent has set it to be ignored, exit codes are lost.
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield
@@ -148,9 +148,9 @@ def signals_into(inbox: Inbox) -> Iterator[None]:
 
 
 class Attempt:
-    """Starts the processes of a job, waits for them, and decides when the rest of them is stopped.
+    """Starts the processes of a job, waits for them, and decides when to stop the remaining ones.
 
-    After ``rejoin`` seconds they are asked to save and exit, once there is progress.
+    After ``rejoin`` seconds, as soon as there is progress, they are asked to save and exit.
     """
 
     def __init__(
@@ -176,25 +176,25 @@ class Attempt:
         self._limit = float("inf")
 
     def run(self) -> AttemptOutcome:
-        """Waits until no process is left, and returns how the attempt ended."""
+        """Waits until all processes have ended, and returns the outcome."""
         with ProcessGroup(self._specs, self._sinks, self._inbox.put) as group:
             while group.running and (left := self._limit - time.monotonic()) > 0:
                 until_rejoin = self._rejoin_at - time.monotonic()
-                self._handle(group, self._inbox.get(min(left, until_rejoin, _LONG)))
+                self._handle(group, self._inbox.get(min(left, until_rejoin, _DAY_SECONDS)))
                 if time.monotonic() >= self._rejoin_at:
                     self._rejoin(group)
             while (event := self._inbox.get(0)) is not None:
                 self._handle(group, event)
             killed = [] if self._stop_signal is None else group.running
-            group.stop(grace=_AFTER_A_FAILURE if self._stop_signal is None else 0)
+            group.stop(grace=_FAILURE_GRACE_SECONDS if self._stop_signal is None else 0)
         codes = [child.code for child in group.children]
         causes = [failure for failure in self._failures if failure.is_cause]
         return AttemptOutcome(
             failure=next(iter(causes or self._failures), None),
-            best=_best(group),
+            best_step=_best_step(group),
             all_saved=all(code == SAVED for code in codes),
             any_saved=SAVED in codes,
-            fails_for_all=len(causes) == len(codes) and of_the_program(causes),
+            same_error_for_all=len(causes) == len(codes) and is_same_program_error(causes),
             rejoins=self._rejoins and any(codes),
             stop_signal=self._stop_signal,
             killed=tuple(child.spec.index for child in killed),
@@ -207,7 +207,7 @@ class Attempt:
         if isinstance(event, signal.Signals):
             if self._stop_signal is None:
                 group.send(signal.SIGTERM)  # SIGINT would be an exception, and nothing saved
-                self._end_within(self._grace + _TO_SAY_SO)
+                self._end_within(self._grace + _REPORT_SECONDS)
                 self._stop_signal = event
             else:
                 self._end_within(0)
@@ -217,19 +217,21 @@ class Attempt:
             self._end_within(self._grace)
         elif event.code and self._stop_signal is None and not self._rejoins:
             self._failures.append(failure := self._failure(event, event.code))
-            # A process that ended because of another one may be seen before that one.
-            seconds = _AFTER_A_FAILURE if event.code == OTHER_FAILED else 0
-            if of_the_program([failure]) and not (_best(group) or self._progress.best):
-                seconds = min(max(_AFTER_A_FAILURE, event.seconds), _LONGEST_WAIT)
+            # A process that ended because of another one may be noticed first.
+            seconds = _FAILURE_GRACE_SECONDS if event.code == OTHER_FAILED else 0
+            if is_same_program_error([failure]) and not (
+                _best_step(group) or self._progress.best_step
+            ):
+                seconds = min(max(_FAILURE_GRACE_SECONDS, event.seconds), _MAX_SAME_ERROR_SECONDS)
             self._end_within(seconds)
 
     def _rejoin(self, group: ProcessGroup) -> None:
-        self._rejoin_at += _REJOIN_POLL
-        best, before = _best(group), self._progress.best
+        self._rejoin_at += _REJOIN_POLL_SECONDS
+        best, before = _best_step(group), self._progress.best_step
         if best is not None and (before is None or best > before) and self._stop_signal is None:
             self._rejoins, self._rejoin_at = True, float("inf")
             group.send(signal.SIGTERM)
-            self._end_within(self._grace + _TO_SAY_SO)
+            self._end_within(self._grace + _REPORT_SECONDS)
 
     def _end_within(self, seconds: float) -> None:
         self._limit = min(self._limit, time.monotonic() + seconds)
@@ -249,7 +251,7 @@ class Attempt:
         )
 
 
-def _best(group: ProcessGroup) -> int | None:
+def _best_step(group: ProcessGroup) -> int | None:
     steps = [read_status(child.spec.status).step for child in group.children]
     return max((step for step in steps if step is not None), default=None)
 
@@ -263,7 +265,7 @@ class LocalJob:
     command: Sequence[str]
     environment: Mapping[str, str]
     folder: Path
-    """A folder that only this job uses."""
+    """A temporary folder of this job."""
     name: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def process(
@@ -271,15 +273,15 @@ class LocalJob:
     ) -> ProcessSpec:
         """Returns one process of an attempt.
 
-        Its environment is that of the job, its variables, and the changes over both; to XLA's flags the
-        job adds its own.
+        Its environment is that of the job and the variables of the process, overridden by ``changes``, but
+        the flags of the job are added to those of XLA.
         """
         status = self.folder / f"status-{attempt}-{index}"
         base = {"PYTHONUNBUFFERED": "1", **self.environment, **(changes or {})}
         environment = {name: value for name, value in base.items() if name != "TF_CONFIG"}
         if self.devices:
             environment |= _simulated(self.devices, base)
-            environment.pop("JAX_NUM_CPU_DEVICES", None)  # it would win over the flag
+            environment.pop("JAX_NUM_CPU_DEVICES", None)  # it would override the flag
         environment |= {
             _supervision.NUM_PROCESSES: str(self.processes),
             _supervision.PROCESS_ID: str(index),
@@ -304,14 +306,14 @@ def _simulated(devices: int, base: Mapping[str, str]) -> dict[str, str]:
 
 
 def cache_folder(environment: Mapping[str, str]) -> str:
-    """Returns the folder for compiled programs that the environment names, or makes this user's, safely."""
+    """Returns JAX's folder for compiled programs, by default one that only this user can write to."""
     if CACHE in environment:
         set_folder = environment[CACHE]
-        with suppress(OSError):  # not made yet, or the URL of a bucket
+        with suppress(OSError):  # not created yet, or the URL of a bucket
             if set_folder and Path(set_folder).stat().st_mode & stat.S_IWOTH:
                 raise ClusterError(
                     f"{CACHE} is {set_folder}, which every user of this machine can write to, and JAX runs "
-                    f"what is in it. Take their right away (chmod o-w {set_folder}), or name another one."
+                    f"what is in it. Remove that permission (chmod o-w {set_folder}), or name another one."
                 )
         return set_folder
     above = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -1,4 +1,4 @@
-"""Whether a job is restarted after an attempt: a pure function of how the attempt ended."""
+"""Decides whether a job is restarted after an attempt: a pure function of the attempt's outcome."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from dataclasses import dataclass
 
 from distribute_jax._supervision import AWAITED, MEANING, OTHER_FAILED, SAVED
 
-_LONGEST = 400
-_MAY_PASS = re.compile(
+_MAX_ERROR_CHARS = 400
+_TRANSIENT_ERROR = re.compile(
     r"[\w.]*(Runtime|Connection|ConnectionRe\w+|BrokenPipe|OS|URL|HTTP|Timeout|DeadlineExceeded|Memory)Error\b|"
     r"[\w.]*(Cluster|Service|StepFailed|ProcessFailed|CheckpointFile)Error\b"
 )
-"""Errors whose cause may be outside of the program, so that a restart may help."""
-_MOST_DETAILS = 4
+"""Errors whose cause may be outside of the program, so that they need not recur after a restart."""
+_MAX_DETAILS = 4
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job has come over all attempts."""
+    """The progress of a job over all attempts."""
 
     attempt: int = 0
-    """The number of the attempt that runs, or has just ended."""
-    best: int | None = None
+    """The number of the current attempt, or of the one that has just ended."""
+    best_step: int | None = None
     fruitless: int = 0
-    """How many restarts in a row ended without a step beyond the best."""
+    """The number of successive restarts without a step beyond ``best_step``."""
 
     def after(self, outcome: AttemptOutcome) -> Progress:
-        if outcome.best is not None and (self.best is None or outcome.best > self.best):
-            return Progress(self.attempt, outcome.best, 0)
-        return Progress(self.attempt, self.best, self.fruitless + (self.attempt > 0))
+        if outcome.best_step is not None and (
+            self.best_step is None or outcome.best_step > self.best_step
+        ):
+            return Progress(self.attempt, outcome.best_step, 0)
+        return Progress(self.attempt, self.best_step, self.fruitless + (self.attempt > 0))
 
 
 @dataclass(frozen=True)
@@ -40,16 +42,16 @@ class Verdict:
 
     progress: Progress
     exit_code: int | None
-    """The exit code of the supervisor; None to start all processes again."""
+    """The exit code of the supervisor; None to restart all processes."""
     text: str
-    """The reason, in one line; empty where all went well."""
+    """The reason, in one line; empty if the job succeeded."""
     pause: float = 0.0
     """Seconds to wait before the restart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessFailure:
-    """A process that ended by itself, and not as it should."""
+    """A process that failed by itself."""
 
     process: int
     pid: int
@@ -57,13 +59,13 @@ class ProcessFailure:
     code: int
     """The exit code, or minus the number of a signal."""
     error: str
-    """The exception, or the last line that it printed; empty where nothing is known."""
+    """The exception, or the last line of output; empty if neither is known."""
     step: int | None
     phase: str
 
     @property
     def is_cause(self) -> bool:
-        """False where the process ended only because another one failed."""
+        """False if the process ended only because another one failed."""
         return self.code != OTHER_FAILED
 
     @property
@@ -78,7 +80,7 @@ class ProcessFailure:
         first, *rest = self.error.splitlines() or [""]
         details = [line.strip() for line in rest if line.startswith("  ")]
         if awaited := [line for line in details if AWAITED in line]:
-            # Who failed only waited for these.
+            # The process that failed only waited for these.
             return f"{_listed(awaited)}; {process} {self._how('')} {where}{phase}"
         text = f"{_shortened(first)} {_listed(details)}" if details else _shortened(first)
         return f"{process} {self._how(text)} {where}{phase}"
@@ -97,25 +99,25 @@ class AttemptOutcome:
     """How an attempt ended."""
 
     failure: ProcessFailure | None = None
-    """The process that failed first; None where none failed by itself."""
-    best: int | None = None
+    """The process that failed first; None if none failed by itself."""
+    best_step: int | None = None
     all_saved: bool = False
-    """True if all ended with a saved state after a preemption."""
+    """True if all processes saved after a preemption."""
     any_saved: bool = False
-    fails_for_all: bool = False
-    """True if all processes failed by themselves with one error of the program."""
+    same_error_for_all: bool = False
+    """True if all processes failed by themselves with the same error of the program."""
     rejoins: bool = False
-    """True if the supervisor has ended it in order to start all processes again."""
+    """True if the supervisor stopped it in order to restart with all processes."""
     stop_signal: int | None = None
     """The signal that asked the supervisor to stop, if one did."""
     killed: tuple[int, ...] = ()
-    """The processes that had not ended by themselves after the grace period, or at a second signal."""
+    """The processes that were still running after the grace period, or at a second signal."""
 
 
 def decide(
     outcome: AttemptOutcome, progress: Progress, max_restarts: int, longest_pause: float = 0.0
 ) -> Verdict:
-    """Returns whether a job is restarted, with the progress of the next attempt."""
+    """Returns whether to restart a job, with the progress of the next attempt."""
     now = progress.after(outcome)
     if outcome.stop_signal is not None:
         return _stopped(outcome, now, outcome.stop_signal)
@@ -128,28 +130,28 @@ def decide(
     if now.fruitless >= max_restarts:
         code = SAVED if failure is None else failure.exit_code
         return Verdict(now, code, f"{_gave_up(now, max_restarts)}: {why}")
-    if outcome.fails_for_all and failure is not None and not now.best:
+    if outcome.same_error_for_all and failure is not None and not now.best_step:
         same = "not restarted, since every process failed with the same error before the first step"
         return Verdict(now, failure.exit_code, f"{same}: {why}")
-    then = Progress(now.attempt + 1, now.best, now.fruitless)
+    then = Progress(now.attempt + 1, now.best_step, now.fruitless)
     pause = pause_after(now.fruitless, longest_pause)
     return Verdict(then, None, f"{why}; {_restarting(then, max_restarts, pause)}", pause)
 
 
-def of_the_program(failures: Sequence[ProcessFailure]) -> bool:
-    """Returns whether processes failed with one error that a restart would bring again."""
+def is_same_program_error(failures: Sequence[ProcessFailure]) -> bool:
+    """True if processes failed with the same error of the program, which would recur after a restart."""
     first = {re.sub(r"0x\w+|\d+", "", failure.error.partition("\n")[0]) for failure in failures}
     return len(first) == 1 and all(
         failure.code > 0
         and failure.code not in MEANING
         and failure.error
-        and not _MAY_PASS.match(failure.error)
+        and not _TRANSIENT_ERROR.match(failure.error)
         for failure in failures
     )
 
 
 def pause_after(fruitless: int, longest: float) -> float:
-    """Returns the seconds before a restart: none after progress, then 1, 2, 4, … up to the longest."""
+    """Returns the seconds before a restart: 0 after progress, otherwise 1, 2, 4, … up to ``longest``."""
     return min(float(2 ** min(fruitless - 1, 60)), longest) if fruitless else 0.0
 
 
@@ -170,8 +172,8 @@ def _stopped(outcome: AttemptOutcome, progress: Progress, number: int) -> Verdic
 def _gave_up(progress: Progress, max_restarts: int) -> str:
     if not max_restarts:
         return "not restarted (--max-restarts 0)"
-    far = "its first step" if progress.best is None else f"step {progress.best}"
-    beyond = "reached" if progress.best is None else "got beyond"
+    far = "its first step" if progress.best_step is None else f"step {progress.best_step}"
+    beyond = "reached" if progress.best_step is None else "got beyond"
     return f"gave up, since none of the last {progress.fruitless} restarts {beyond} {far}"
 
 
@@ -184,15 +186,15 @@ def _restarting(progress: Progress, max_restarts: int, pause: float) -> str:
 
 
 def _listed(details: list[str]) -> str:
-    left_out = len(details) - _MOST_DETAILS
+    left_out = len(details) - _MAX_DETAILS
     more = [f"and {left_out} more"] if left_out > 0 else []
-    return "; ".join([*map(_shortened, details[:_MOST_DETAILS]), *more])
+    return "; ".join([*map(_shortened, details[:_MAX_DETAILS]), *more])
 
 
 def _shortened(text: str) -> str:
-    """Leaves out the middle of a long text: what failed stands first, and what to do last."""
-    half = _LONGEST // 2
-    return text if len(text) <= _LONGEST else f"{text[:half]} … {text[-half:]}"
+    """Leaves out the middle of a long text: it begins with what failed, and ends with what to do."""
+    half = _MAX_ERROR_CHARS // 2
+    return text if len(text) <= _MAX_ERROR_CHARS else f"{text[:half]} … {text[-half:]}"
 
 
 def signal_name(number: int) -> str:

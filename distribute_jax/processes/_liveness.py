@@ -142,9 +142,7 @@ def _lines(
             text = f"left at step {left[str(i)]}, while the others go on"
         elif i not in before:
             text = "no heartbeat since the start"
-        elif (
-            before[i].number == after[i].number and i != job.index
-        ):  # this thread may be the writer
+        elif before[i].number == after[i].number and i != job.index:  # which writes in this thread
             text = f"no heartbeat; last seen {before[i]}"
         else:
             text = str(before[i])

@@ -20,17 +20,17 @@ def failure(code, process=1, error="", step=None, phase=""):
     )
 
 
-FAILED = AttemptOutcome(failure=failure(3), best=5)
+FAILED = AttemptOutcome(failure=failure(3), best_step=5)
 CASES = {
     # outcome, progress before, exit code or None for a restart, fruitless restarts after
     "all well": (AttemptOutcome(), Progress(), 0, 0),
-    "all well after restarts": (AttemptOutcome(best=1), Progress(2, 9, 1), 0, 2),
+    "all well after restarts": (AttemptOutcome(best_step=1), Progress(2, 9, 1), 0, 2),
     "a first failure": (FAILED, Progress(), None, 0),
     "a first failure without a step": (AttemptOutcome(failure=failure(3)), Progress(), None, 0),
     "progress": (FAILED, Progress(4, 4, 2), None, 0),
     "no progress": (FAILED, Progress(1, 5, 0), None, 1),
     "none of three": (FAILED, Progress(3, 5, 2), 3, 3),
-    "saved": (AttemptOutcome(all_saved=True, any_saved=True, best=6), Progress(1, 5), None, 0),
+    "saved": (AttemptOutcome(all_saved=True, any_saved=True, best_step=6), Progress(1, 5), None, 0),
     "saved without end": (AttemptOutcome(all_saved=True, any_saved=True), Progress(3, 5, 2), 42, 3),
     "stopped": (AttemptOutcome(stop_signal=15), Progress(), 143, 0),
     "stopped and saved": (AttemptOutcome(stop_signal=15, all_saved=True), Progress(), 42, 0),
