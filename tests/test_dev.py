@@ -525,7 +525,7 @@ EXHAUSTIVE = (
     "dev.py test -n 3 -m exhaustive tests/docs tests/api/test_docstring_examples.py"
     " tests/processes/test_one_job.py::test_values_reductions_and_gathers_are_those_of_all_processes"
     " tests/processes/test_fit_together.py::test_every_process_has_the_numbers_of_one"
-    " tests/processes/test_checkpoints.py::test_what_two_processes_saved_is_loaded_by_four_and_back"
+    " tests/processes/test_checkpoints.py::test_a_checkpoint_of_two_processes_is_loaded_by_four_and_back"
     " tests/processes/test_fully_sharded_together.py::test_every_device_keeps_its_share[2]"
     " tests/examples/test_parameter_server.py::test_it_learns_and_loses_no_update[options0]"
     " tests/examples/test_digits_fit.py::test_fit_learns_and_reports_exactly_the_images_of_the_data"

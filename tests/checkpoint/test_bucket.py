@@ -87,7 +87,7 @@ def test_a_step_without_a_manifest_does_not_exist(
     assert manager.all_steps() == [1]
 
 
-def test_damage_is_found_and_set_aside(url: str) -> None:
+def test_a_damaged_step_is_detected_and_set_aside(url: str) -> None:
     """A changed object, and a missing one: the step before is used, and the damaged one stays for a look."""
     manager = dj.CheckpointManager(url)
     for step in (1, 2, 3):
@@ -127,9 +127,7 @@ class RefusedError(Exception):
     """What the client of a store raises, which is not an OSError."""
 
 
-def test_what_a_store_refuses_is_an_error_with_the_url(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_store_names_the_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing of the step is left behind."""
     manager = dj.CheckpointManager(url)
     manager.save(1, {"x": np.zeros(2)})
@@ -153,7 +151,7 @@ def test_what_a_store_refuses_is_an_error_with_the_url(
             manager.restore(1, {"x": np.zeros(2)})
 
 
-def test_a_client_that_is_not_installed_is_named_with_the_line_to_type(
+def test_a_missing_client_is_named_with_its_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And so is a URL that nobody knows, and one that a Path has cut."""

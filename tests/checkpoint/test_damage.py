@@ -134,7 +134,7 @@ def outcome(directory: Path, damage: Damage, file: str, seed: int) -> str:
 
 
 @pytest.mark.exhaustive
-def test_300_damages_are_found_or_harmless(sound: Path, tmp_path: Path) -> None:
+def test_300_random_damages_are_detected_or_harmless(sound: Path, tmp_path: Path) -> None:
     """None restores other numbers; each that is found is told, set aside, and step 1 restored."""
     shutil.copytree(sound, tmp_path / "d")
     outcomes = [
@@ -180,7 +180,7 @@ REASONS: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REASONS)
-def test_the_warning_says_what_is_wrong(case: str, sound: Path, tmp_path: Path) -> None:
+def test_the_warning_describes_the_damage(case: str, sound: Path, tmp_path: Path) -> None:
     """And restore, asked for just that step, raises it and sets nothing aside."""
     damage, reason = REASONS[case]
     shutil.copytree(sound, tmp_path / "d")
@@ -207,7 +207,7 @@ def rewrite_numbers(step: Path) -> None:
     shutil.copytree(next(other.glob("arrays-*")), step / manifest["arrays"])
 
 
-def test_other_numbers_in_sound_files_are_found_by_their_digests(
+def test_changed_values_in_valid_files_are_detected_by_digests(
     sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of them are named; the digests of files are left out of the comparison here."""
@@ -218,9 +218,7 @@ def test_other_numbers_in_sound_files_are_found_by_their_digests(
         dj.CheckpointManager(tmp_path / "d").restore(2, tree_of(9))
 
 
-def test_when_every_step_is_damaged_it_is_an_error_and_stays_one(
-    sound: Path, tmp_path: Path
-) -> None:
+def test_damage_of_every_step_is_an_error_at_each_restore(sound: Path, tmp_path: Path) -> None:
     """Not None: the training would silently start from the beginning. A file called 9 is not a step."""
     shutil.copytree(sound, tmp_path / "d")
     for step in "12":
@@ -246,7 +244,7 @@ def test_when_every_step_is_damaged_it_is_an_error_and_stays_one(
         manager.restore_latest(tree_of(9))
 
 
-def test_load_raises_what_is_wrong(tmp_path: Path) -> None:
+def test_load_raises_for_damage(tmp_path: Path) -> None:
     """A single checkpoint has none before it."""
     save(tmp_path / "c", tree_of(1))
     flip(tmp_path / "c" / "manifest.json", np.random.default_rng(0))

@@ -67,7 +67,7 @@ def open_folder() -> Iterator[Path]:
 
 
 @pytest.mark.exhaustive
-def test_a_disk_that_refuses_takes_nothing_with_it(open_folder: Path) -> None:
+def test_a_full_or_read_only_disk_leaves_older_steps_intact(open_folder: Path) -> None:
     """The error names path and bytes; older steps are intact; nothing is left that fills the disk."""
     printed, told = output_of("fill_disk.py", str(open_folder))
     for case, found in json.loads(printed).items():
@@ -105,7 +105,7 @@ BREAKS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("where", BREAKS)
-def test_wherever_a_save_fails_the_old_one_stays(
+def test_a_save_that_fails_anywhere_leaves_the_old_checkpoint(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before, between and after the files of the new one."""
@@ -119,7 +119,7 @@ def test_wherever_a_save_fails_the_old_one_stays(
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
-def test_a_failed_save_is_reported_at_the_next_call_and_then_over(
+def test_a_failed_save_is_reported_once_at_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call after it raises or warns; the one after that saves again."""
@@ -141,7 +141,7 @@ def test_a_failed_save_is_reported_at_the_next_call_and_then_over(
         assert manager.all_steps() == [2]
 
 
-def test_the_end_of_the_with_block_reports_it(
+def test_the_end_of_the_with_block_reports_a_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It raises; where the block itself failed, that error goes on, and a warning tells of the save."""
@@ -168,7 +168,7 @@ def test_a_path_that_is_too_long_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])
-def test_a_directory_that_is_a_file_is_reported_by_the_policy(name: str, tmp_path: Path) -> None:
+def test_a_directory_that_is_a_file_is_reported_as_on_error_says(name: str, tmp_path: Path) -> None:
     """With its path and the bytes that are needed; also when steps are looked for."""
     (tmp_path / "file").touch()
     tree = {"x": np.ones(5)}
@@ -190,7 +190,7 @@ def test_a_directory_that_is_a_file_is_reported_by_the_policy(name: str, tmp_pat
         save(tmp_path / name, tree)
 
 
-def test_a_folder_that_may_not_be_looked_into_is_named(
+def test_a_folder_without_read_permission_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As somebody else's: the error is of the library, where ``Path.exists`` raises its own."""
@@ -205,7 +205,7 @@ def test_a_folder_that_may_not_be_looked_into_is_named(
         load(tmp_path / "model", {"x": 1})
 
 
-def test_a_step_that_may_not_be_read_is_not_damaged(
+def test_a_step_without_read_permission_is_not_set_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is an error that says so, and nothing is set aside."""
@@ -224,7 +224,7 @@ def test_a_step_that_may_not_be_read_is_not_damaged(
     assert manager.all_steps() == [1]
 
 
-def test_a_damaged_step_that_cannot_be_renamed_is_passed_over(
+def test_a_damaged_step_that_cannot_be_renamed_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a read-only disk: the step before is used all the same, and the warning says so."""

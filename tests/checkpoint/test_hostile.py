@@ -151,7 +151,7 @@ SPECIAL: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("what", ["manifest", "part", "file of Orbax", "arrays", "step"])
-def test_pipes_links_and_holes_are_not_read(steps: Path, what: str, kind: str) -> None:
+def test_pipes_links_and_sparse_files_are_not_read(steps: Path, what: str, kind: str) -> None:
     """Nobody waits for a pipe, follows a link or reads a file of terabytes that holds nothing."""
     files: list[Path] = []
     edit(steps, lambda content: files.append(in_parts(steps, content)))
@@ -175,7 +175,7 @@ def test_pipes_links_and_holes_are_not_read(steps: Path, what: str, kind: str) -
     assert kind != "a link" or "is a link" in text or "neither a file nor a folder" in text
 
 
-def test_arrays_of_orbax_that_are_larger_than_said_are_not_read(steps: Path) -> None:
+def test_orbax_arrays_larger_than_in_the_manifest_are_not_read(steps: Path) -> None:
     """A gigabyte of zeros takes some kilobytes on the disk."""
 
     def change(content: Any) -> None:

@@ -67,7 +67,7 @@ def test_on_read_variables_are_saved_as_they_read(
         assert float(target[...]) == value + (replicas if aggregation is SUM else 1)
 
 
-def test_an_integer_sum_that_does_not_divide_keeps_its_rest_on_replica_0(
+def test_an_integer_sum_that_does_not_divide_keeps_its_remainder_on_replica_0(
     s2: dj.MirroredStrategy, s4: dj.MirroredStrategy, tmp_path: Path
 ) -> None:
     """7 into 4 replicas reads as 7 again, which 1 each would not."""
@@ -192,7 +192,7 @@ def test_training_goes_on_under_another_strategy(tmp_path: Path) -> None:
         np.testing.assert_allclose(later, losses[2:], rtol=1e-6)
 
 
-def test_a_checkpoint_replaces_state_that_a_failed_step_has_taken(
+def test_a_restore_replaces_state_that_a_failed_step_has_donated(
     s2: dj.MirroredStrategy, tmp_path: Path
 ) -> None:
     """The way back that the error of a failed step recommends."""
@@ -207,7 +207,7 @@ def test_a_checkpoint_replaces_state_that_a_failed_step_has_taken(
     assert np.isfinite(s2.run(step, args=(model, optimizer, *batch)))
 
 
-def test_what_is_saved_is_the_state_before_the_next_step(
+def test_the_next_step_does_not_change_what_is_saved(
     s2: dj.MirroredStrategy, tmp_path: Path
 ) -> None:
     """save returns before the file is written, and the next step takes the memory of the arrays."""
@@ -224,7 +224,7 @@ def test_what_is_saved_is_the_state_before_the_next_step(
     assert len(set(weights)) == 6
 
 
-def test_a_save_in_another_thread_falls_between_two_steps(
+def test_a_save_in_another_thread_waits_for_the_step(
     s2: dj.MirroredStrategy, tmp_path: Path
 ) -> None:
     """All leaves are of one step, although steps take and replace the arrays all the time."""

@@ -63,7 +63,7 @@ def test_intervals_go_on_after_a_restore(tmp_path: Path) -> None:
     assert saved(manager, [8, 9, 10]) == [9]
 
 
-def test_the_oldest_go_and_the_newest_stay(tmp_path: Path) -> None:
+def test_the_oldest_steps_are_removed(tmp_path: Path) -> None:
     """As many as were asked for; forced ones may be older and still stay for now."""
     manager = dj.CheckpointManager(tmp_path, max_to_keep=2)
     saved(manager, range(5))
@@ -73,7 +73,7 @@ def test_the_oldest_go_and_the_newest_stay(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "4"]
 
 
-def test_a_step_that_is_there_is_not_written_over_by_accident(tmp_path: Path) -> None:
+def test_an_existing_step_is_not_overwritten_by_accident(tmp_path: Path) -> None:
     """A run that forgot to restore would else replace, or prune, what the one before it saved."""
     manager = dj.CheckpointManager(tmp_path)
     saved(manager, [5])
@@ -95,7 +95,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_arguments_that_mean_nothing_are_refused(case: str, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(case: str, tmp_path: Path) -> None:
     """By name and value."""
     arguments, message = WRONG[case]
     with pytest.raises(dj.ArgumentError, match=message):
@@ -166,7 +166,7 @@ def test_two_managers_on_one_directory_do_not_disturb_each_other(
         first.restore(step, {"x": np.zeros(2)})
 
 
-def test_what_a_killed_save_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+def test_the_next_save_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     """And nothing else in the directory, hidden or not."""
     for name in (".3.0123abcd.saving", ".4.00000000.saving/arrays-1"):
         (tmp_path / name).mkdir(parents=True)
@@ -198,7 +198,7 @@ def test_save_replaces_only_a_checkpoint(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_save_that_is_cut_off_between_its_renames_leaves_the_old_one(
+def test_a_save_killed_between_its_renames_leaves_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The new arrays are there, the old manifest still counts, and the next save cleans up."""
@@ -220,7 +220,7 @@ def test_a_save_that_is_cut_off_between_its_renames_leaves_the_old_one(
 
 
 @pytest.mark.parametrize("name", ["run[1]", "run*", "run?"])
-def test_a_path_that_orbax_would_take_for_a_pattern_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_path_with_wildcards_is_refused(name: str, tmp_path: Path) -> None:
     """It would save there without a word, and not find it again."""
     with pytest.raises(dj.ArgumentError, match="pattern of names"):
         dj.CheckpointManager(tmp_path / name)
@@ -228,7 +228,7 @@ def test_a_path_that_orbax_would_take_for_a_pattern_is_refused(name: str, tmp_pa
         save(tmp_path / name, {"x": 1})
 
 
-def test_a_save_that_checks_refuses_copies_that_differ(tmp_path: Path) -> None:
+def test_save_with_check_refuses_copies_that_differ(tmp_path: Path) -> None:
     """Nothing is written then; without a difference it saves as without the check."""
     strategy = dj.MirroredStrategy([0, 1, 2])
     with strategy.scope():

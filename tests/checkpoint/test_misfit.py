@@ -86,7 +86,7 @@ def test_all_leaves_that_do_not_fit_are_listed_up_to_ten(tmp_path: Path) -> None
     assert "… and 8 more" in str(caught.value)
 
 
-def test_one_variable_at_two_places_takes_no_two_values(tmp_path: Path) -> None:
+def test_different_saved_values_for_one_variable_are_refused(tmp_path: Path) -> None:
     """Untied weights do not fit into tied ones; equal ones do."""
     tied = nnx.Param(jnp.zeros(2))
     save(tmp_path / "c", {"a": nnx.Param(jnp.ones(2)), "b": nnx.Param(jnp.zeros(2))})
@@ -97,7 +97,7 @@ def test_one_variable_at_two_places_takes_no_two_values(tmp_path: Path) -> None:
     assert tied[...].tolist() == [1, 1]
 
 
-def test_a_double_is_not_made_a_single(tmp_path: Path) -> None:
+def test_float64_is_not_restored_as_float32(tmp_path: Path) -> None:
     """A float64 array that was made while JAX had them, restored where it has none."""
     with jax.enable_x64(True):
         tree = {"x": jnp.asarray(0.1, jnp.float64)}
@@ -117,7 +117,7 @@ def iterator_of(rows: int, batch: int = 2) -> Any:
     return iter(dj.OneDeviceStrategy("cpu:0").distribute_dataset(source))
 
 
-def test_an_iterator_of_other_data_is_refused_and_everything_stays(tmp_path: Path) -> None:
+def test_an_iterator_of_other_data_is_refused_and_nothing_changes(tmp_path: Path) -> None:
     """Weights, and also an iterator that was restored before the one that refuses."""
     old = {"a": iterator_of(8), "b": iterator_of(8), "w": nnx.Param(jnp.ones(2))}
     for _ in range(3):
@@ -152,7 +152,7 @@ def test_a_checkpoint_of_a_later_format_is_not_damaged(tmp_path: Path) -> None:
     assert (tmp_path / "1").is_dir()
 
 
-def test_steps_and_folders_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_steps_and_folders_are_errors(tmp_path: Path) -> None:
     """The error of restore names the steps that there are; of load the folder."""
     manager = dj.CheckpointManager(tmp_path / "none")
     assert manager.restore_latest({}) is None

@@ -58,7 +58,7 @@ class Loop:
         return block
 
 
-def test_a_loop_that_was_told_to_end_twice_sees_every_example_once(
+def test_a_loop_that_was_preempted_twice_sees_every_example_once(
     strategy: dj.Strategy, tmp_path: Path
 ):
     """It leaves with code 42 after the step it was in; started again, the next example comes next."""
@@ -119,7 +119,7 @@ def test_several_steps_in_one_dispatch_are_never_divided(tmp_path: Path):
     assert totals == [sum(range(96))]
 
 
-def test_the_platform_may_tell_too(tmp_path: Path):
+def test_a_termination_watcher_preempts_the_loop(tmp_path: Path):
     """A function that says that the end is near has the effect of the signal."""
     loop = Loop(dj.OneDeviceStrategy("cpu:0"))
     run = loop.one
@@ -134,7 +134,7 @@ def test_the_platform_may_tell_too(tmp_path: Path):
     assert 0 < len(loop.seen) < 12
 
 
-def test_an_interrupt_of_the_last_save_leaves_sigterm_as_it_was(
+def test_an_interrupted_last_save_restores_the_sigterm_handler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The program would be deaf to it from then on."""
@@ -150,7 +150,7 @@ def test_an_interrupt_of_the_last_save_leaves_sigterm_as_it_was(
 
 
 @pytest.mark.parametrize("late", ["the request", "its message"])
-def test_a_notice_as_the_loop_ends_leaves_no_timer(
+def test_a_notice_at_the_end_of_the_loop_leaves_no_timer(
     late: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """What the program does after the loop is not ended when the grace period is over."""
@@ -228,7 +228,7 @@ def _program(text: str, directory: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.exhaustive
-def test_a_loop_that_never_comes_to_its_next_step_ends_all_the_same(tmp_path: Path):
+def test_a_loop_that_never_reaches_its_next_step_ends_after_the_grace_period(tmp_path: Path):
     """Tests 7 and 8: at the end of the grace period, with the code that says that nothing was saved."""
     start = time.monotonic()
     done = _program(_NEVER_SAVES, tmp_path)
@@ -261,7 +261,9 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(
         dj.CheckpointManager(tmp_path).preemptible(tree, iterator, **options)
 
 
-def test_a_program_with_a_handler_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_sigterm_handler_of_the_program_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     """Its handler stays, so the loop cannot hear of SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: None)
     Loop(dj.OneDeviceStrategy("cpu:0"))(tmp_path)

@@ -101,7 +101,7 @@ def test_saving_and_exiting_can_be_replaced(tmp_path: Path):
     assert counting.manager.all_steps() == []
 
 
-def test_a_block_of_steps_ends_with_the_save_that_sigterm_asks_for(tmp_path: Path):
+def test_sigterm_in_a_block_of_steps_saves_at_its_end(tmp_path: Path):
     """Not in the middle; when the handler is dropped, SIGTERM has its usual effect again."""
     counting = Counting(tmp_path)
 
@@ -120,7 +120,7 @@ def test_a_block_of_steps_ends_with_the_save_that_sigterm_asks_for(tmp_path: Pat
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_what_is_missing_is_named(tmp_path: Path):
+def test_missing_arguments_are_named(tmp_path: Path):
     """A manager does not know what to save; a grace period is not negative."""
     for arguments in ((dj.CheckpointManager(tmp_path),), ({"a": 1},)):
         with pytest.raises(ValueError, match="needs what to save and where"):

@@ -54,13 +54,13 @@ class Twins:
         return cls(*children)
 
 
-def test_leaves_of_one_path_are_refused(tmp_path: Path) -> None:
+def test_leaves_with_the_same_path_are_refused(tmp_path: Path) -> None:
     """One of them would be restored into both."""
     with pytest.raises(dj.CheckpointError, match=r"(?s)the same path:.*\['t'\]\.twin"):
         save(tmp_path / "c", {"t": Twins(1, 2)})
 
 
-def test_a_step_that_another_program_removes_meanwhile_is_passed_over_silently(
+def test_a_step_that_another_program_removes_meanwhile_is_skipped_silently(
     tmp_path: Path, manager: dj.CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was pruned, not damaged."""
@@ -101,7 +101,7 @@ def test_an_old_step_that_cannot_be_removed_is_reported(
     assert full.all_steps() == [1, 2, 3]
 
 
-def test_a_file_system_without_locks_counts_as_one_without_other_programs(
+def test_saving_works_on_a_file_system_without_locks(
     manager: dj.CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Saving works there, and what killed programs left is removed."""
@@ -114,7 +114,7 @@ def test_a_file_system_without_locks_counts_as_one_without_other_programs(
     assert sorted(path.name for path in manager.directory.iterdir()) == ["1", "2", "3"]
 
 
-def test_a_folder_that_others_lock_again_and_again_is_an_error(
+def test_a_folder_that_stays_locked_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a hundred tries, not never."""
@@ -128,7 +128,7 @@ def test_a_folder_that_others_lock_again_and_again_is_an_error(
 
 
 @pytest.mark.parametrize("before", ["open", "_lock"])
-def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
+def test_a_folder_that_is_removed_before_it_is_locked_is_recreated(
     before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another program took it for one that was left over."""

@@ -121,7 +121,7 @@ def is_key(leaf: Any) -> bool:
         *(pytest.param("grain", n, marks=pytest.mark.exhaustive) for n in (1, 2, 8)),
     ],
 )
-def test_a_training_in_two_parts_equals_one_bit_by_bit(
+def test_an_interrupted_training_run_equals_an_uninterrupted_one_bitwise(
     source: str, replicas: int, tmp_path: Path
 ) -> None:
     """Cut anywhere, also at the end of an epoch: the very next example comes next."""
@@ -141,7 +141,7 @@ def test_a_training_in_two_parts_equals_one_bit_by_bit(
         assert all(map(np.array_equal, second.state(), whole.state()))
 
 
-def test_the_examples_go_on_with_another_number_of_replicas(tmp_path: Path) -> None:
+def test_examples_continue_on_another_number_of_replicas(tmp_path: Path) -> None:
     """Each once in the epoch, in the order of the undisturbed pass."""
 
     def ids(replicas: int) -> Any:
@@ -159,7 +159,7 @@ def test_the_examples_go_on_with_another_number_of_replicas(tmp_path: Path) -> N
     assert seen[2:] == [next_one() for _ in range(4)]
 
 
-def test_streams_give_the_numbers_that_would_have_come_next(tmp_path: Path) -> None:
+def test_random_streams_continue(tmp_path: Path) -> None:
     """Typed and raw keys, and each stream of Rngs by itself."""
     rngs = nnx.Rngs(0, dropout=1)
     tree = {"rngs": rngs, "key": jax.random.key(3), "raw": jax.random.PRNGKey(4)}

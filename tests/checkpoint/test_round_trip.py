@@ -102,7 +102,7 @@ VALUES = {
 NAMES = ["a.b", "a/b", "a", "ü", "", "..", "a b", "0", "x" * 300, "['a']"]
 
 
-def test_every_value_comes_back_bit_by_bit(tmp_path: Path) -> None:
+def test_every_value_is_restored_bitwise(tmp_path: Path) -> None:
     """NumPy arrays of every dtype and rank, NaNs with payloads, and Python values, exactly."""
     tree = emptied(VALUES)
     save(tmp_path / "new folder ü" / "all.1", VALUES)
@@ -113,7 +113,7 @@ def test_every_value_comes_back_bit_by_bit(tmp_path: Path) -> None:
     assert type(tree["scalars"][0]) is np.float32
 
 
-def test_names_that_collide_in_paths_stay_apart(tmp_path: Path) -> None:
+def test_names_that_collide_in_paths_are_kept_apart(tmp_path: Path) -> None:
     """Dots, slashes, unicode and brackets in keys of dicts and of modules."""
 
     def made(start: int) -> Any:
@@ -212,7 +212,7 @@ def test_other_entries_of_the_dict_are_replaced_in_it(tmp_path: Path) -> None:
     assert bits(new["state"].step) == bits(jnp.int32(0))
 
 
-def test_a_nest_that_is_no_dict_is_returned_by_load_and_refused_by_restore_latest(
+def test_a_pytree_that_is_not_a_dict_is_returned_by_load_and_refused_by_restore_latest(
     tmp_path: Path,
 ) -> None:
     """It cannot be changed in place, and silently doing nothing would lose the training."""
@@ -256,7 +256,7 @@ def test_what_cannot_be_saved_is_listed_with_its_path(case: str, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_per_replica_values_and_arrays_that_are_gone_are_refused(
+def test_per_replica_values_and_donated_arrays_are_refused(
     s2: dj.MirroredStrategy, tmp_path: Path
 ) -> None:
     """The first have no one value, the second none at all."""

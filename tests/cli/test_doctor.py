@@ -22,7 +22,7 @@ def by_subject(findings):
     return {finding.subject: (finding.state, finding.fix) for finding in findings}
 
 
-def test_a_machine_on_which_all_is_well_has_nothing_to_fix(monkeypatch, capsys, port):
+def test_a_sound_machine_has_nothing_to_fix(monkeypatch, capsys, port):
     """Versions, devices, cluster, names, the port: a line each, and the exit code is 0."""
     monkeypatch.delenv("TF_CONFIG", raising=False)
     assert main(["doctor", "--coordinator", f"127.0.0.1:{port}"]) == 0
@@ -34,7 +34,7 @@ def test_a_machine_on_which_all_is_well_has_nothing_to_fix(monkeypatch, capsys, 
     assert f"port: 127.0.0.1:{port} is free" in text
 
 
-def test_a_plugin_of_another_version_is_to_be_fixed(monkeypatch):
+def test_a_plugin_of_another_version_is_reported(monkeypatch):
     """With one line for pip; pip itself does not tie the two together."""
     numbers = dict.fromkeys(("jax-cuda12-plugin", "jax-cuda12-pjrt"), "missing")
     numbers["jax-cuda13-plugin"] = "0.11.0"
@@ -60,7 +60,7 @@ def test_a_bare_call_shows_the_help_and_there_is_a_version(capsys):
     assert capsys.readouterr().out.startswith("distribute-jax 0.")
 
 
-def test_a_cluster_that_is_described_wrongly_is_to_be_fixed(monkeypatch, capsys):
+def test_an_invalid_description_of_the_cluster_is_reported(monkeypatch, capsys):
     """With the resolver's own words, and exit code 1."""
     monkeypatch.setattr(_doctor, "_PROBE", 'print(\'[1, "cpu", "cpu"]\')')
     monkeypatch.setenv("TF_CONFIG", "{")
@@ -84,7 +84,7 @@ def test_devices_that_do_not_start_are_reported_with_the_reason(monkeypatch):
     assert "JAX_PLATFORMS=cpu" in fix
 
 
-def test_a_port_in_use_and_one_that_nobody_listens_at_are_to_be_fixed(port):
+def test_a_port_in_use_and_an_unreachable_port_are_reported(port):
     """Where the coordinator is to listen, and where it is to be reached."""
     state, fix = by_subject(coordinator("127.0.0.1", port, 1))["port"]
     assert "cannot be reached" in state
@@ -102,7 +102,7 @@ def test_a_port_in_use_and_one_that_nobody_listens_at_are_to_be_fixed(port):
     )
 
 
-def test_a_name_that_means_loopback_keeps_other_machines_away(monkeypatch):
+def test_a_host_name_that_resolves_to_loopback_is_reported(monkeypatch):
     """Collectives between CPUs tell it to them; on one machine it is as it should be."""
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     assert host_name(several_machines=False) == Finding("host name", "localhost is 127.0.0.1")

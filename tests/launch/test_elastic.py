@@ -107,7 +107,7 @@ def is_open(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_torchrun_takes_a_machine_in_again(tmp_path: Path):
+def test_a_machine_rejoins_under_torchrun(tmp_path: Path):
     """Two agents, one, two: the second is killed with its process, and started again."""
     pytest.importorskip("torch")
     program = tmp_path / "train.py"

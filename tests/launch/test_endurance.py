@@ -242,7 +242,7 @@ def test_a_stopped_job_saves_at_one_step_and_goes_on(tmp_path, case):
     assert Run(tmp_path).end() == undisturbed()
 
 
-def test_a_killed_supervisor_takes_all_with_it(tmp_path):
+def test_no_process_outlives_a_killed_supervisor(tmp_path):
     """At three random moments; started again, the job goes on, and the folders are gone."""
     rng = random.Random(4)
     for _ in range(3):

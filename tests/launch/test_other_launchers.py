@@ -47,7 +47,7 @@ def mpirun(process: int, port: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("launcher", [torchrun, mpirun])
-def test_processes_of_another_launcher_are_one_job(
+def test_processes_of_another_launcher_form_one_job(
     launcher: Callable[[int, int], dict[str, str]], tmp_path: Path
 ) -> None:
     """With the environment that it sets; a sum over both is the same on both."""

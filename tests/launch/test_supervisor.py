@@ -17,7 +17,7 @@ from distribute_jax.launch._process import ProcessGroup, ProcessSpec
 from distribute_jax.launch._supervisor import Inbox, signals_into
 
 
-def test_every_process_learns_who_it_is_and_prints_with_its_number(launch, tmp_path, monkeypatch):
+def test_every_process_gets_its_variables_and_an_output_prefix(launch, tmp_path, monkeypatch):
     """The environment of the job is there, that of others is not, and all ends with 0."""
     monkeypatch.setenv("TF_CONFIG", "{}")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_other=1")
@@ -43,7 +43,7 @@ def test_every_process_learns_who_it_is_and_prints_with_its_number(launch, tmp_p
     assert cache.stat().st_mode & 0o777 == 0o700
 
 
-def test_an_exception_in_one_process_ends_all_and_stands_last(launch):
+def test_an_exception_of_one_process_ends_all_and_is_the_last_line(launch):
     """Another one sleeps and does not end when it is asked to; it is not waited for."""
     launched = launch(
         "if process == 0:\n"
@@ -67,7 +67,7 @@ def test_an_exception_in_one_process_ends_all_and_stands_last(launch):
     )
 
 
-def test_a_killed_process_is_named_at_once_and_all_start_again(launch):
+def test_a_killed_process_is_named_at_once_and_all_are_restarted(launch):
     """One line says who, how, where and what happens now."""
     launched = launch(
         "print('attempt', attempt)\n"
@@ -88,7 +88,7 @@ def test_a_killed_process_is_named_at_once_and_all_start_again(launch):
     assert line.endswith("restarting all (restart 1; 0 of 3 allowed without progress)")
 
 
-def test_a_process_that_always_fails_at_one_step_is_given_up(launch):
+def test_a_job_that_always_fails_at_one_step_is_given_up(launch):
     """After the restarts without progress; the last line has the reason, and the code is not 0."""
     launched = launch(
         "step(7)\nif process == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)",
@@ -109,7 +109,7 @@ def test_a_process_that_always_fails_at_one_step_is_given_up(launch):
 
 
 @pytest.mark.parametrize("text", ["bad option {process}", "ConnectionError: {process}"])
-def test_what_fails_in_every_process_before_a_step_is_not_started_again(launch, text):
+def test_an_error_of_every_process_before_a_step_is_not_restarted(launch, text):
     """Unless the error may pass; the second process fails half a second after the first."""
     launched = launch(
         f"time.sleep(process / 2)\nif attempt == 0: sys.exit(f{text!r})", "--processes=2"
@@ -126,7 +126,7 @@ def test_what_fails_in_every_process_before_a_step_is_not_started_again(launch, 
     )
 
 
-def test_how_a_process_ended_is_known_although_a_parent_ignores_it():
+def test_exit_codes_are_known_although_a_parent_ignores_sigchld():
     """A supervisor waited for ever where the kernel keeps no exit code for it."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
@@ -150,7 +150,7 @@ def test_a_limit_that_the_processes_reach_is_reported(tmp_path, monkeypatch):
         ProcessGroup([spec], lambda _: (print, print), print)
 
 
-def test_while_there_is_progress_the_job_is_started_again(launch):
+def test_a_job_is_restarted_as_long_as_there_is_progress(launch):
     """Five times here, where one restart in a row may bring nothing."""
     launched = launch("step(attempt)\nif attempt < 5: sys.exit(3)", "--max-restarts=1")
     assert launched.code == 0
@@ -158,7 +158,7 @@ def test_while_there_is_progress_the_job_is_started_again(launch):
     assert all("0 of 1 allowed without progress" in line for line in launched.said)
 
 
-def test_a_signal_to_the_supervisor_ends_what_never_looks_at_it(launch):
+def test_a_signal_to_the_supervisor_ends_processes_that_ignore_it(launch):
     """After the grace, long before it would end by itself; nothing is started again."""
     launched = launch(
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -185,7 +185,7 @@ all_of(2)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_is_passed_on_and_what_was_saved_is_said(launch, name):
+def test_a_signal_is_passed_on_and_a_save_is_reported(launch, name):
     """All leave with the agreed code, and so does the supervisor, after Ctrl-C too."""
     launched = launch(
         SAVES + f"if process == 0: os.kill(os.getppid(), signal.{name})\ntime.sleep(60)",
@@ -198,7 +198,7 @@ def test_a_signal_is_passed_on_and_what_was_saved_is_said(launch, name):
     ]
 
 
-def test_processes_that_saved_by_themselves_are_started_again(launch):
+def test_processes_that_saved_by_themselves_are_restarted(launch):
     """As after a preemption that only they were told of; the others get the grace to save too."""
     launched = launch(
         "if attempt: sys.exit(0)\nall_of(2)\nstep(3)\ntime.sleep(0.2 * process)\nsys.exit(42)",
@@ -209,7 +209,7 @@ def test_processes_that_saved_by_themselves_are_started_again(launch):
     assert "all processes have saved after a preemption; " in line
 
 
-def test_without_a_process_that_failed_the_others_go_on_until_it_is_back(launch):
+def test_the_others_continue_without_a_failed_process_until_it_rejoins(launch):
     """Two of three, each with its own device; after a while and some progress they save, and all start."""
     launched = launch(
         "place = os.environ['DISTRIBUTE_JAX_LOCAL_PROCESS_ID']\n"
@@ -234,7 +234,7 @@ def test_without_a_process_that_failed_the_others_go_on_until_it_is_back(launch)
     assert launched.said[3] == "distribute-jax: going on with 3 of 3 processes"
 
 
-def test_no_fewer_than_the_least_go_on(launch):
+def test_the_job_does_not_shrink_below_min_processes(launch):
     """With two of three at least, those that failed longest ago take part again."""
     launched = launch(
         "print(os.environ['DISTRIBUTE_JAX_LOCAL_PROCESS_ID'])\n"
@@ -248,7 +248,7 @@ def test_no_fewer_than_the_least_go_on(launch):
     assert [sum(line.endswith(f" {i}") for line in launched.out) for i in range(3)] == [2, 2, 3]
 
 
-def test_the_cause_is_named_and_not_who_ended_because_of_it(launch):
+def test_the_process_that_failed_first_is_named(launch):
     """Even where that one was seen to end first."""
     launched = launch(
         "all_of(2)\nif process == 0: sys.exit(44)\ntime.sleep(0.3)\nraise KeyError('late')",
@@ -259,7 +259,7 @@ def test_the_cause_is_named_and_not_who_ended_because_of_it(launch):
     assert "failed with KeyError: 'late'" in launched.err[-1]
 
 
-def test_nothing_that_a_process_started_is_left(launch, tmp_path):
+def test_nothing_that_a_process_started_outlives_it(launch, tmp_path):
     """Its own children end with it, in an ordinary end too."""
     launched = launch(
         "import subprocess\nprint(subprocess.Popen(['sleep', '60']).pid)", "--processes=1"
@@ -272,7 +272,7 @@ def test_nothing_that_a_process_started_is_left(launch, tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells whose a process is")
 @pytest.mark.parametrize("end", ["of a process", "of the supervisor"])
-def test_nothing_is_left_that_has_another_session(tmp_path, end):
+def test_nothing_in_another_session_outlives_the_job(tmp_path, end):
     """Neither when a process ends nor when the supervisor is killed; its folder goes too."""
     script = tmp_path / "program.py"
     script.write_text(
@@ -295,7 +295,7 @@ def test_nothing_is_left_that_has_another_session(tmp_path, end):
         time.sleep(0.01)
 
 
-def test_the_supervisor_does_without_jax(tmp_path):
+def test_the_supervisor_does_not_import_jax(tmp_path):
     """It would take 200 MB and a second, and start threads, for nothing that it does."""
     script = tmp_path / "program.py"
     script.write_text("")
@@ -312,7 +312,7 @@ def test_the_supervisor_does_without_jax(tmp_path):
     assert done.stderr == "set()\n"
 
 
-def test_a_cache_that_everybody_can_write_to_is_refused(launch, tmp_path, monkeypatch, capfd):
+def test_a_world_writable_cache_is_refused(launch, tmp_path, monkeypatch, capfd):
     """JAX runs what is in it."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     tmp_path.chmod(0o777)

@@ -58,7 +58,7 @@ def test_pauses_grow_until_there_is_progress():
     assert decide(FAILED, Progress(2, 4, 1), 3, 30.0).pause == 0
 
 
-def test_a_process_that_had_to_be_killed_after_the_grace_is_named():
+def test_processes_killed_after_the_grace_period_are_named():
     """It may have lost something."""
     text = decide(AttemptOutcome(stop_signal=15, killed=(2, 3)), Progress(), 3).text
     assert "killed after the grace period, or at a second signal: process 2, 3" in text
@@ -150,7 +150,7 @@ def test_the_last_error_is_the_exception(wanted):
 
 
 @pytest.mark.parametrize("line", STALE)
-def test_what_a_training_wrote_before_is_not_the_reason(line):
+def test_ordinary_output_is_not_the_reason_of_a_failure(line):
     """A process that ends without a word, as by ``os._exit(7)``, has left warnings and progress."""
     assert last_error([line], has_begun=True) == ""
     assert last_error([line]) == (line if line == "loss 0.5" else "")

@@ -31,7 +31,7 @@ def two_by_two(saved):
     return [r.value for r in cluster.run(saving_functions.keep_steps, str(saved[0]), "alone")]
 
 
-def test_what_one_process_saved_goes_on_in_two(saved, two_by_two):
+def test_a_checkpoint_of_one_process_continues_in_two(saved, two_by_two):
     """Saved 1 × 4, loaded 2 × 2: every bit, and the next step is the one that one process takes."""
     folder, trained = saved
     wanted = saving_functions.loaded(folder / "alone", dj.OneDeviceStrategy("cpu:0"))
@@ -43,7 +43,7 @@ def test_what_one_process_saved_goes_on_in_two(saved, two_by_two):
             )
 
 
-def test_what_two_processes_saved_is_loaded_by_four_and_back(saved, two_by_two):
+def test_a_checkpoint_of_two_processes_is_loaded_by_four_and_back(saved, two_by_two):
     """Saved 2 × 2, loaded and saved 4 × 1, loaded 1 × 4 and on one device: every bit."""
     folder, _ = saved
     four = LocalCluster(4, 1, timeout=100).run(
@@ -98,7 +98,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("case", FAILURES)
-def test_what_fails_on_one_process_fails_on_all(two_by_two, case: str):
+def test_an_error_of_one_process_is_raised_on_all(two_by_two, case: str):
     """With one class and one reason, and nobody waits for the others."""
     kind, texts = FAILURES[case]
     for told in two_by_two:

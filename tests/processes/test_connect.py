@@ -19,7 +19,7 @@ HOSTS = {
 
 
 @pytest.mark.parametrize("case", HOSTS)
-def test_accelerators_are_divided_only_where_processes_share_a_machine(
+def test_accelerators_are_divided_among_processes_of_one_machine(
     case: str, monkeypatch: pytest.MonkeyPatch
 ):
     """One process on a machine with eight GPUs has all eight; two there have one each."""
@@ -50,7 +50,7 @@ def test_accelerators_are_divided_only_where_processes_share_a_machine(
         ),
     ],
 )
-def test_collectives_get_a_limit_unless_the_user_gave_one(
+def test_collectives_get_a_timeout_unless_the_user_set_one(
     given: str, flags: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """XLA reads the flags when the backend starts; what stands there already stays."""
@@ -59,7 +59,7 @@ def test_collectives_get_a_limit_unless_the_user_gave_one(
     assert set(os.environ["XLA_FLAGS"].split()) == flags
 
 
-def test_simulated_devices_are_no_difference_between_processes(monkeypatch: pytest.MonkeyPatch):
+def test_numbers_of_simulated_devices_may_differ_between_processes(monkeypatch: pytest.MonkeyPatch):
     """Processes may have different numbers of devices on the CPU; every other flag counts, in any order."""
     monkeypatch.setenv("XLA_FLAGS", "--b=2 --xla_force_host_platform_device_count=8 --a=1")
     first = _connect._facts(2)

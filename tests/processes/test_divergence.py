@@ -143,7 +143,7 @@ def compare(logs):
     return [log.compare(log._store.under("news/actions/")) for log in (*logs, *logs)]
 
 
-def test_processes_that_do_the_same_are_not_disturbed():
+def test_equal_logs_are_not_reported():
     """Also where one is ahead of the other while they are compared."""
     first, second = two_logs()
     first.record("runs step with x = 1.0")
@@ -155,7 +155,7 @@ def test_processes_that_do_the_same_are_not_disturbed():
     assert (first.finish(), second.finish()) == (None, None)
 
 
-def test_the_first_difference_is_named_on_both():
+def test_the_first_difference_is_reported_on_both():
     """The error names what each did, at the next thing that either does."""
     logs = two_logs()
     for number, log in enumerate(logs):
@@ -167,7 +167,7 @@ def test_the_first_difference_is_named_on_both():
             log.record("runs step with x = 4.0")
 
 
-def test_who_waits_elsewhere_is_named_although_process_0_is_steps_ahead():
+def test_a_process_that_waits_elsewhere_is_named_although_process_0_is_steps_ahead():
     """Process 0 dispatches steps before the one that never ends; process 1 does nothing more."""
     first, second = two_logs()
     for number in range(3):
@@ -178,7 +178,7 @@ def test_who_waits_elsewhere_is_named_although_process_0_is_steps_ahead():
         first.record("runs step 3")
 
 
-def test_a_difference_that_is_shown_in_no_number_is_found_too():
+def test_a_difference_that_the_texts_do_not_show_is_detected():
     """Another program of the same name."""
     logs = two_logs()
     for number, log in enumerate(logs):
@@ -188,7 +188,7 @@ def test_a_difference_that_is_shown_in_no_number_is_found_too():
         logs[1].record("runs step")
 
 
-def test_one_step_more_is_found_at_the_end():
+def test_one_more_step_is_detected_at_the_end():
     """Process 1 ends with a step that process 0 never ran."""
     first, second = two_logs()
     second.record("runs step with x = 9.0")
@@ -198,7 +198,7 @@ def test_one_step_more_is_found_at_the_end():
 
 
 @pytest.mark.exhaustive
-def test_a_number_that_differs_is_found_while_the_job_runs():
+def test_a_value_that_differs_is_detected_while_the_job_runs():
     """A host number is the same on all replicas by its nature; each process passes another one."""
     text = ended(passes_another_number)
     assert "add with args[0] = 0.125" in text
@@ -281,14 +281,14 @@ def test_processes_that_wait_for_each_other_in_two_places_are_reported_before_th
 
 
 @pytest.mark.exhaustive
-def test_processes_that_do_the_same_end_well():
+def test_processes_that_run_the_same_steps_exit_normally():
     """No false alarm for values, snapshots, steps and reductions that change in the same way."""
     results = LocalCluster(2, 1, timeout=90).run(stays_together)
     assert results[0].value == results[1].value
 
 
 @pytest.mark.exhaustive
-def test_batches_that_differ_give_a_warning():
+def test_different_batches_are_a_warning():
     """Under the default policy every process reads the same batches, or is told that it does not."""
     told = [r.value for r in LocalCluster(2, 1).run(shuffles_otherwise)]
     assert [len(of_process) for of_process in told] == [1, 0]

@@ -258,7 +258,7 @@ def test_each_process_writes_its_parts_and_reads_them_alone(two_by_two):
         assert told["same layout"]
 
 
-def test_divided_becomes_mirrored_and_divided_again(two_by_two):
+def test_sharded_state_becomes_mirrored_and_sharded_again(two_by_two):
     """Every bit, on both processes; also through a bucket, here of local files."""
     for told in two_by_two:
         assert told["mirrored"]
@@ -267,7 +267,7 @@ def test_divided_becomes_mirrored_and_divided_again(two_by_two):
         assert told["from the bucket"] == (4, True)
 
 
-def test_other_numbers_of_processes_read_them(folder, two_by_two):
+def test_other_numbers_of_processes_restore_it(folder, two_by_two):
     """One process with 4 devices, and one device: every bit."""
     del two_by_two
     for strategy in (strategy_of(1), dj.OneDeviceStrategy("cpu:0")):
@@ -303,7 +303,7 @@ def test_damage_in_the_part_of_one_process_sets_the_step_aside_for_all(two_by_tw
     assert second["damaged"][1] == []
 
 
-def test_a_process_that_is_killed_as_it_writes_lets_nobody_wait(tmp_path):
+def test_nobody_waits_for_a_process_that_is_killed_while_it_writes(tmp_path):
     """The other ends by itself; the step before is whole, and the next save removes what is left over."""
     cluster = LocalCluster(2, 1, timeout=60, grace=None)
     results = cluster.run(killed_as_it_writes, str(tmp_path / "steps"), check=False)
@@ -333,7 +333,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("case", FAILURES)
-def test_what_one_process_cannot_write_is_reported_on_all(two_by_two, case: str):
+def test_a_write_error_of_one_process_is_raised_on_all(two_by_two, case: str):
     """One class, who it was and why; nothing is left over, older steps count, the next save works."""
     for told in two_by_two:
         if case == "no rights" and os.getuid() != 0:

@@ -100,7 +100,7 @@ def test_sys_exit_with_an_error_fails_the_job_at_once(status, code):
 
 
 @pytest.mark.exhaustive
-def test_who_leaves_without_an_error_is_named_as_gone():
+def test_a_process_that_exits_without_an_error_is_named():
     """``sys.exit(0)`` of one process does not make the other hang, and the hint names the limit."""
     results = run(left_by_sys_exit, 0)
     ended_within(results, 3.0)
@@ -111,14 +111,14 @@ def test_who_leaves_without_an_error_is_named_as_gone():
 
 
 @pytest.mark.exhaustive
-def test_an_exit_that_is_caught_is_none():
+def test_a_sys_exit_that_is_caught_is_ignored():
     """A program that catches its ``SystemExit`` ends with 0."""
     results = run(caught_exits_are_none)
     assert [(r.exit_code, r.value) for r in results] == [(0, "through")] * 2
 
 
 @pytest.mark.exhaustive
-def test_who_comes_after_the_others_gave_up_hears_so():
+def test_a_late_process_gets_an_error_that_says_so():
     """A round that failed has failed for all; the next one, and a step, work."""
     early, late = reversed(run(later_than_the_others_waited))
     assert "Missing:\n  process 0" in early.value[0]
@@ -127,7 +127,7 @@ def test_who_comes_after_the_others_gave_up_hears_so():
 
 
 @pytest.mark.exhaustive
-def test_of_two_that_fail_together_one_is_the_cause():
+def test_of_two_failures_at_once_one_is_the_cause():
     """The other one refers to it, with 44: they do not accuse each other."""
     results = run(both_fail_while_they_wait)
     assert sorted(r.exit_code for r in results) == [1, 44]
@@ -136,7 +136,7 @@ def test_of_two_that_fail_together_one_is_the_cause():
 
 
 @pytest.mark.exhaustive
-def test_a_reduction_that_the_others_never_join_says_who_is_missing():
+def test_a_reduction_that_the_others_never_join_names_who_is_missing():
     """``reduce`` on one process only is a DeadlineExceededError with what each process is doing."""
     text = run(reduce_by_one)[0].value
     assert text.startswith("strategy.reduce failed, which all processes have to call together")
@@ -144,7 +144,7 @@ def test_a_reduction_that_the_others_never_join_says_who_is_missing():
 
 
 @pytest.mark.exhaustive
-def test_who_is_stopped_is_named_before_jax_ends_the_others():
+def test_a_stopped_process_is_named_before_jax_aborts_the_others():
     """JAX's SIGABRT cannot be held up; what it is about stands before it."""
     cluster = LocalCluster(2, 1, timeout=20, grace=1.0)
     first = cluster.run(one_is_stopped, check=False)[0]
@@ -153,7 +153,7 @@ def test_who_is_stopped_is_named_before_jax_ends_the_others():
     )
 
 
-def test_an_error_of_a_socket_says_who_was_awaited(monkeypatch):
+def test_a_socket_error_names_the_awaited_process(monkeypatch):
     """Where the program reads a number that another process does not help to compute."""
     job, told = job_of(0, 2, Counted()), []
     heartbeats = {"heartbeats/0": "[3, 8, null, 0]", "heartbeats/1": "[5, 7, null, 0]"}

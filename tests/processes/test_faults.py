@@ -41,7 +41,7 @@ def ended_within(results: list[ProcessResult], limit: float) -> None:
     assert not any(result.ended_by_cluster for result in results), "a process did not end by itself"
 
 
-def test_an_exception_ends_all_at_once_with_its_text():
+def test_an_exception_ends_all_processes_with_its_text():
     """Test 12: the text of the error stands last, and the other process names who raised it."""
     results = run(fault_functions.loop, 50, environment={"BAD_BATCH": "1"})
     ended_within(results, 2.0)
@@ -73,7 +73,7 @@ def test_a_collective_that_one_process_never_joins_ends_in_time():
 
 
 @pytest.mark.exhaustive
-def test_a_process_that_holds_pythons_lock_is_named_too():
+def test_a_process_that_holds_the_gil_is_named_too():
     """Test 10: its own watchdog cannot run; the others end, and it ends with them."""
     results = run(fault_functions.loop, 50, faults=[Fault("hold_gil", process=1, at_step=5)])
     ended_within(results, 2 * fault_functions.STEP_SECONDS + 3)
@@ -102,7 +102,7 @@ def test_a_killed_process_ends_the_others():
 
 
 @pytest.mark.exhaustive
-def test_a_process_that_leaves_early_is_no_riddle():
+def test_a_process_that_finishes_early_is_named():
     """One process takes fewer steps: the other says that it has left, after the time for leaving."""
     results = run(fault_functions.loop, 50, environment={"EARLY": "1"})
     ended_within(results, fault_functions.STEP_SECONDS)
@@ -112,7 +112,7 @@ def test_a_process_that_leaves_early_is_no_riddle():
 
 
 @pytest.mark.exhaustive
-def test_what_differs_between_processes_is_an_error_before_it_runs():
+def test_steps_that_differ_between_processes_are_an_error_before_they_run():
     """Test 17: another rate, width, value, constant, shape: both values are shown, on both processes."""
     results = run(fault_functions.differing)
     first, second = (r.value for r in results)
@@ -130,7 +130,7 @@ def test_what_differs_between_processes_is_an_error_before_it_runs():
 
 
 @pytest.mark.exhaustive
-def test_who_is_late_at_a_barrier_is_named():
+def test_a_process_that_is_late_at_a_barrier_is_named():
     """The barrier ends in time with who is missing and what that process does."""
     results = run(fault_functions.late_at_a_barrier)
     text = results[0].value

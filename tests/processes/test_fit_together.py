@@ -283,7 +283,7 @@ def test_a_job_writes_and_prints_once(two_by_two, folder: Path):
     assert (folder / "train" / "models" / "1" / "manifest.json").exists()
 
 
-def test_a_loss_that_is_no_number_ends_all_at_one_batch(two_by_two):
+def test_a_nan_loss_ends_all_processes_at_the_same_batch(two_by_two):
     """With the same message; one of them warns."""
     first, second = (told["nan"] for told in two_by_two)
     assert first["ends"] == second["ends"]

@@ -293,14 +293,14 @@ def test_fit_reads_weights_that_no_process_has(processes, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_divided_parameter_that_one_process_writes_is_found():
+def test_a_sharded_parameter_that_one_process_writes_is_detected():
     """A value that differs between the processes is named although it is divided afterwards."""
     with pytest.raises(dj.ProcessFailedError, match=r"(?s)embedding.*written between steps"):
         LocalCluster(2, 1, timeout=120).run(write_another_value)
 
 
 @pytest.mark.exhaustive
-def test_state_is_born_divided_and_equal_in_all_processes():
+def test_state_is_created_sharded_and_equal_on_all_processes():
     """strategy.create makes the numbers of one process, also read as an array without its variable; other
     seeds are refused, as no copy shows them."""
     wanted = numbers(dj.OneDeviceStrategy(0), net := Net(nnx.Rngs(1)))

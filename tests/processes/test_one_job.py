@@ -226,7 +226,7 @@ def test_ten_steps_are_those_of_one_process_and_of_one_device(steps):
 
 
 @pytest.mark.exhaustive
-def test_two_workers_read_what_the_reference_says():
+def test_two_workers_read_the_values_of_the_reference():
     """Cases 93, 95, 96, 99, 107 and the limits of FILE; sources that end, differ or fail on one process."""
     first, second = (result.value for result in LocalCluster(2, 1).run(read))
     rows = {

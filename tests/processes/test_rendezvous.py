@@ -75,7 +75,7 @@ def late(address: str, process: int) -> Callable[[], Any]:
     return call
 
 
-def test_all_go_on_together_and_know_each_other():
+def test_all_continue_together_and_know_each_other():
     """Process 0 may come last; every process learns host and pid of all, in order."""
     address = f"127.0.0.1:{free_port()}"
 
@@ -88,7 +88,7 @@ def test_all_go_on_together_and_know_each_other():
     assert len(members[0]) == 3
 
 
-def test_missing_processes_are_named_on_all_that_have_come():
+def test_missing_processes_are_named_on_all_that_connected():
     """Test 16: an exception of Python within the time given, not an abort from C++."""
     address = f"127.0.0.1:{free_port()}"
     start = time.monotonic()
@@ -137,7 +137,7 @@ def test_processes_that_disagree_get_an_error_with_key_and_both_values(facts: An
         assert text in str(error)
 
 
-def test_strangers_and_doubles_are_sent_away_and_the_job_goes_on():
+def test_other_jobs_and_duplicates_are_refused_and_the_job_continues():
     """A process of another launch, and a second process 1, cannot end a job, as they can in plain JAX."""
     address = f"127.0.0.1:{free_port()}"
 
@@ -156,7 +156,7 @@ def test_strangers_and_doubles_are_sent_away_and_the_job_goes_on():
     assert results[0] == results[1] == results[4]
 
 
-def test_a_process_that_died_while_it_waited_may_come_again():
+def test_a_process_that_died_while_waiting_can_be_restarted():
     """A restarted process takes the place of its dead self."""
     address = f"127.0.0.1:{free_port()}"
 
@@ -177,7 +177,7 @@ def test_a_process_that_died_while_it_waited_may_come_again():
     assert results[0] == results[1] == results[2]
 
 
-def test_a_port_that_somebody_holds_is_named_at_once_on_all():
+def test_a_port_in_use_is_named_at_once_on_all():
     """Test 15: a listener that says nothing, also one that would share its port as gRPC does."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -222,14 +222,14 @@ def test_noise_on_the_port_does_not_disturb_the_rendezvous():
     assert results[0] == results[2] == results[3]
 
 
-def test_a_name_that_nobody_knows_is_an_error_that_names_it():
+def test_a_host_name_that_does_not_resolve_is_named():
     """Process 0 cannot listen at a host that does not exist, or that is another machine."""
     for address in ("no-such-host.invalid:4000", "192.0.2.1:4000"):
         with pytest.raises(dj.ClusterError, match=address.split(":")[0]):
             listen(address)
 
 
-def test_whoever_only_connects_does_not_keep_the_others_out(monkeypatch: pytest.MonkeyPatch):
+def test_idle_connections_do_not_block_the_rendezvous(monkeypatch: pytest.MonkeyPatch):
     """Where process 0 has no descriptor left, it hangs up on who came first and said nothing."""
     address = f"127.0.0.1:{free_port()}"
     host, port = address.split(":")

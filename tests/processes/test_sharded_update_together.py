@@ -90,7 +90,7 @@ def assert_alike(got, wanted):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_two_processes_train_as_one_and_hold_an_nth_each(alone, told):
+def test_two_processes_train_as_one_and_each_stores_its_shards(alone, told):
     """Losses and weights are those of mirrored state, also for another step, and when verified."""
     _, trained, later = alone
     for process in told:

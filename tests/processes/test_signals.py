@@ -29,7 +29,7 @@ def test_blocks_that_end_in_any_order_leave_the_usual_handler() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_signal_that_comes_as_the_listening_ends_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_at_the_end_of_listening_is_handled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The action is called for a signal that comes just before the usual handler is back."""
     seen, change = [], signal.signal
 
@@ -61,7 +61,7 @@ def test_a_block_ends_after_its_action() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork", "ignore:.*multi-threaded")
-def test_a_forked_child_ends_by_sigterm_and_its_parent_hears_nothing() -> None:
+def test_sigterm_of_a_forked_child_does_not_reach_its_parent() -> None:
     """Pools of workers are ended so: one that ignores it is waited for, and may end the job instead."""
     seen: list[int] = []
     with replace_sigterm(lambda: seen.append(1)):
@@ -80,7 +80,7 @@ def test_a_forked_child_ends_by_sigterm_and_its_parent_hears_nothing() -> None:
     assert not seen
 
 
-def test_a_process_whose_errors_nobody_reads_ends_all_the_same(
+def test_a_process_with_a_closed_stderr_exits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever took its output has gone, or the disk of its log is full; it was asked to stop."""

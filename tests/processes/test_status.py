@@ -14,7 +14,7 @@ from distribute_jax.processes import _status
 from distribute_jax.processes._status import StatusWriter, status_writer
 
 
-def test_what_was_written_last_is_read(tmp_path):
+def test_the_last_status_is_read(tmp_path):
     """Step, phase and error; nothing where there is no file, or nobody wrote."""
     path = tmp_path / "status"
     assert read_status(path).step is None
@@ -59,7 +59,7 @@ def test_the_process_finds_its_file_in_the_environment(tmp_path, monkeypatch):
     assert os.stat(tmp_path / "status").st_mode & 0o777 == 0o600
 
 
-def test_a_full_disk_is_an_error_where_the_file_is_made(tmp_path, monkeypatch):
+def test_a_full_disk_is_an_error_when_the_file_is_created(tmp_path, monkeypatch):
     """Without room for it on the disk, the kernel would end the process at its first step."""
     (tmp_path / "other").write_bytes(bytes(4096))
     if not (tmp_path / "other").stat().st_blocks:

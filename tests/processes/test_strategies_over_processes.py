@@ -172,7 +172,7 @@ def test_an_assignment_that_does_not_fit_the_processes_is_refused(told):
 
 
 @pytest.mark.exhaustive
-def test_the_collectives_between_processes_are_those_that_were_asked_for(told):
+def test_the_collectives_between_processes_are_the_requested_ones(told):
     """By the strategy's options or operation, unless the call says otherwise; the sums are the same."""
     for process in told:
         assert {tuple(process[n][0]) for n in ("auto", "ring", "packed", "hierarchical")} == {

@@ -142,7 +142,7 @@ def two_by_two():
     return [r.value for r in LocalCluster(2, 2).run(values_in_job)]
 
 
-def test_sums_gathers_and_reads_that_nobody_waits_for_end():
+def test_sums_gathers_and_reads_in_flight_finish():
     """Their collectives do not depend on each other, and there are more than threads, as many as devices."""
     cluster = LocalCluster(2, 2, timeout=60, environment={"NPROC": "2"})
     of_parts = sum(4 * i + 6 for i in range(24))
@@ -184,7 +184,7 @@ def test_the_device_that_is_out_of_sync_is_named_on_all(two_by_two):
         assert "of process 1 not as on cpu:0 of process 0" in text
 
 
-def test_a_snapshot_stays(two_by_two):
+def test_a_snapshot_does_not_change(two_by_two):
     """While the variable goes on."""
     for told in two_by_two:
         np.testing.assert_equal(told["snapshot"], np.array([np.ones((2, 2)), np.full((2, 2), 2.0)]))

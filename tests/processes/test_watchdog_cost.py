@@ -49,7 +49,7 @@ def test_256_watchdogs_take_at_most_5_percent_of_a_core():
     assert tick(job) < job.options.heartbeat_seconds / 3
 
 
-def test_process_0_reports_who_is_silent_and_withdraws_it(monkeypatch, capfd):
+def test_process_0_reports_missed_heartbeats_and_withdraws_the_report(monkeypatch, capfd):
     """Those that wait show it once; the others have no request more for it."""
     store, now = Counted(), [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
