@@ -1,4 +1,4 @@
-"""A program whose disk refuses: it prints what happened as JSON. Argument: a directory."""
+"""A program on a full or read-only disk; it prints what happened as JSON. Argument: a directory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tree_of(seed: int, size: int = 100) -> dict[str, Any]:
 
 @contextmanager
 def full(directory: Path) -> Iterator[None]:
-    """Lets no file be larger than 100 kB, which a program sees as it sees a full disk."""
+    """Limits files to 100 kB, which a program sees as a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     yield
@@ -39,7 +39,7 @@ def full(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def read_only(directory: Path) -> Iterator[None]:
-    """Takes the right to write from a directory, and from root the right to write all the same."""
+    """Removes the write permission of a directory, also for root."""
     directory.chmod(0o555)
     if os.getuid() == 0:
         os.setegid(65534)
@@ -52,7 +52,7 @@ def read_only(directory: Path) -> Iterator[None]:
 
 
 def outcome_of(call: Any) -> dict[str, Any]:
-    """What a call raised and warned."""
+    """Returns what a call raised and warned."""
     found: dict[str, Any] = {"error": "", "types": []}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -69,14 +69,14 @@ def used(directory: Path) -> int:
 
 
 def steps_after(manager: dj.CheckpointManager, step: int) -> None:
-    """Saves as a training does: step by step, and waits at the end."""
+    """Saves step by step, as a training run does, and waits at the end."""
     for i in (step, step + 1):
         manager.save(i, tree_of(i, LARGE))
     manager.wait()
 
 
 def broken(directory: Path, disk: Callable[[Path], AbstractContextManager[None]]) -> dict[str, Any]:
-    """Saves while the disk refuses, and says what came of it."""
+    """Saves on a disk that fails, and returns the outcome."""
     before = used(directory)
     with disk(directory):
         results = {
@@ -101,7 +101,7 @@ def broken(directory: Path, disk: Callable[[Path], AbstractContextManager[None]]
 
 
 def restored(restore: Callable[[Any], Any], seed: int) -> bool:
-    """Whether a checkpoint still holds what was saved before."""
+    """Returns whether a checkpoint still holds what was saved before."""
     tree = tree_of(0)
     restore(tree)
     return bool((tree["x"] == tree_of(seed)["x"]).all())

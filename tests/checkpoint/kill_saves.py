@@ -24,13 +24,13 @@ BYTES = 400_000
 
 
 def state_of(step: int) -> dict[str, np.ndarray]:
-    """What a step saves: numbers that tell the step, and do not compress."""
+    """Returns what a step saves: incompressible numbers that identify the step."""
     numbers = np.random.default_rng(step).integers(0, 2**32, (4, BYTES // 16), np.uint32)
     return {str(i): part for i, part in enumerate(numbers)} | {"step": np.asarray(step)}
 
 
 def checked(manager: dj.CheckpointManager) -> int:
-    """Restores, and returns the step, whose very numbers these must be."""
+    """Restores, checks the numbers, and returns the step."""
     tree = state_of(0)
     step = manager.restore_latest(tree) or 0
     wrong = [name for name, value in state_of(step).items() if (tree[name] != value).any()]
@@ -40,7 +40,7 @@ def checked(manager: dj.CheckpointManager) -> int:
 
 
 def child(directory: Path, report: int) -> None:
-    """Restores, reports, and saves for ever; says of each save that it begins."""
+    """Restores, reports, and saves until it is killed; reports the beginning of each save."""
     warnings.simplefilter("error")  # nothing may be damaged
     manager = dj.CheckpointManager(directory, max_to_keep=2)
     step = checked(manager)

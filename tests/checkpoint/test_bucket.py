@@ -18,7 +18,7 @@ from distribute_jax.checkpoint._bucket import BucketDirectory, bucket_directory
 
 @pytest.fixture
 def url() -> Any:
-    """The URL of a place that nobody else has."""
+    """A URL that no other test uses."""
     found = f"memory://{uuid.uuid4().hex}/run"
     yield found
     fsspec.filesystem("memory").rm(
@@ -27,12 +27,12 @@ def url() -> Any:
 
 
 def objects(url: str) -> list[str]:
-    """The names of all objects there."""
+    """Returns the names of all objects."""
     return bucket_directory("test", url).files()
 
 
 def test_steps_are_kept_restored_and_pruned(url: str) -> None:
-    """As on a disk: intervals, the newest steps, all bits, and the URL as the directory."""
+    """As on a disk: intervals, the newest steps, every bit; the directory is the URL."""
     tree = {"x": np.arange(6.0).reshape(2, 3), "none": np.zeros((0, 2)), "step": 0}
     with dj.CheckpointManager(url, max_to_keep=2) as manager:
         assert manager.restore_latest(dict(tree)) is None
@@ -54,7 +54,7 @@ def test_steps_are_kept_restored_and_pruned(url: str) -> None:
 def test_a_step_without_a_manifest_does_not_exist(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The manifest is put last and removed first: killed in between, the step before counts."""
+    """The manifest is written last and removed first, so the step before is used."""
     manager = dj.CheckpointManager(url)
     manager.save(1, {"x": np.ones(2)})
     manager.wait()
@@ -88,7 +88,7 @@ def test_a_step_without_a_manifest_does_not_exist(
 
 
 def test_a_damaged_step_is_detected_and_set_aside(url: str) -> None:
-    """A changed object, and a missing one: the step before is used, and the damaged one stays for a look."""
+    """A changed object, and a missing one: the step before is used, and the damaged one is kept."""
     manager = dj.CheckpointManager(url)
     for step in (1, 2, 3):
         manager.save(step, {"x": np.full(50, step)})
@@ -112,7 +112,7 @@ def test_a_damaged_step_is_detected_and_set_aside(url: str) -> None:
 
 
 def test_one_checkpoint_is_saved_replaced_and_loaded(url: str) -> None:
-    """``save`` and ``load`` take a URL too; the arrays of the old one go."""
+    """``save`` and ``load`` accept a URL; the arrays of the old checkpoint are removed."""
     save(f"{url}/model", {"x": np.zeros(2)})
     with pytest.raises(dj.CheckpointError, match="Save to another URL"):
         save(f"{url}/model", {"x": np.ones(2)}, overwrite=False)
@@ -124,7 +124,7 @@ def test_one_checkpoint_is_saved_replaced_and_loaded(url: str) -> None:
 
 
 class RefusedError(Exception):
-    """What the client of a store raises, which is not an OSError."""
+    """An error of a store's client that is not an OSError."""
 
 
 def test_an_error_of_the_store_names_the_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_an_error_of_the_store_names_the_url(url: str, monkeypatch: pytest.Monke
 def test_a_missing_client_is_named_with_its_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And so is a URL that nobody knows, and one that a Path has cut."""
+    """So are an unknown URL scheme, and a URL that went through a Path."""
 
     def missing(url: str, **_: Any) -> None:
         raise ImportError("Please install gcsfs to access Google Storage")
@@ -174,7 +174,7 @@ def test_a_missing_client_is_named_with_its_install_command(
 def test_files_that_lead_out_of_the_checkpoint_are_not_fetched(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A manifest is compared with its own digest only, which whoever wrote it could choose."""
+    """The digest of a manifest does not protect against whoever wrote it."""
     real = _write._write_pieces
 
     def wrong(*args: Any) -> Any:

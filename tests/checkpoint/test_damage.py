@@ -1,4 +1,4 @@
-"""Damage to the newest step is found or harmless, warned of, and set aside for the step before it."""
+"""Damage to the newest step is detected or harmless: it warns, and the step before is used."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def zeros(file: Path, random: np.random.Generator) -> None:
 
 
 def longer(file: Path, random: np.random.Generator) -> None:
-    """Bytes at the end that were not there."""
+    """Appends bytes."""
     file.write_bytes(file.read_bytes() + random.bytes(5))
 
 
@@ -85,7 +85,7 @@ def tree_of(seed: int) -> dict[str, Any]:
 
 
 def digest(tree: dict[str, Any]) -> Any:
-    """All of its bits."""
+    """Returns a digest of every bit."""
     weight = np.asarray(tree["weight"][...]).tobytes()
     return weight, tree["zeros"].tobytes(), tree["step"], tree["text"]
 
@@ -101,7 +101,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damages(sound: Path) -> list[tuple[Damage, str]]:
-    """Every damage of every file of step 2, more bits of each, and damages of the whole step."""
+    """Yields damages of each file of step 2, several bits of each, and of the complete step."""
     files = sorted(p.relative_to(sound).as_posix() for p in (sound / "2").rglob("*") if p.is_file())
     found = [(damage, file) for damage in FILE_DAMAGES for file in files]
     last = [(damage, files[0]) for damage in STEP_DAMAGES]  # these are not mended
@@ -111,7 +111,7 @@ def damages(sound: Path) -> list[tuple[Damage, str]]:
 
 
 def outcome(directory: Path, damage: Damage, file: str, seed: int) -> str:
-    """Restores after a damage, says what happened, and mends it."""
+    """Restores after a damage, returns the outcome, and repairs it."""
     before = b"" if damage in STEP_DAMAGES else (directory / file).read_bytes()
     damage(directory / file, np.random.default_rng(seed))
     manager, tree = dj.CheckpointManager(directory), tree_of(9)
@@ -135,7 +135,7 @@ def outcome(directory: Path, damage: Damage, file: str, seed: int) -> str:
 
 @pytest.mark.exhaustive
 def test_300_random_damages_are_detected_or_harmless(sound: Path, tmp_path: Path) -> None:
-    """None restores other numbers; each that is found is told, set aside, and step 1 restored."""
+    """None restores other numbers; each that is detected is a warning, and step 1 is restored."""
     shutil.copytree(sound, tmp_path / "d")
     outcomes = [
         (outcome(tmp_path / "d", damage, file, seed), damage.__name__, file)
@@ -181,7 +181,7 @@ REASONS: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 @pytest.mark.parametrize("case", REASONS)
 def test_the_warning_describes_the_damage(case: str, sound: Path, tmp_path: Path) -> None:
-    """And restore, asked for just that step, raises it and sets nothing aside."""
+    """``restore`` of that step raises, and sets nothing aside."""
     damage, reason = REASONS[case]
     shutil.copytree(sound, tmp_path / "d")
     damage(tmp_path / "d" / "2")
@@ -198,7 +198,7 @@ def test_the_warning_describes_the_damage(case: str, sound: Path, tmp_path: Path
 
 
 def rewrite_numbers(step: Path) -> None:
-    """Other numbers of the same sizes, in files that are whole: only the digests tell."""
+    """Writes other numbers of the same sizes into valid files: only the digests show it."""
     other = step.parent.parent / "other"
     save(other, tree_of(5) | {"text": "step 2", "step": 2})
     manifest = json.loads((step / "manifest.json").read_text())["content"]

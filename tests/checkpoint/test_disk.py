@@ -1,4 +1,4 @@
-"""What a program does when it is killed while it saves, and when the disk refuses."""
+"""Programs that are killed while they save, and disks that fail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = HERE.parents[1]
 
 
 def output_of(program: str, *arguments: str) -> tuple[str, str]:
-    """Runs a program beside this file; returns what it printed, and what it wrote to stderr."""
+    """Runs a program of this folder; returns its stdout and stderr."""
     done = subprocess.run(
         [sys.executable, str(HERE / program), *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -41,7 +41,7 @@ def output_of(program: str, *arguments: str) -> tuple[str, str]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kills", [4, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_a_killed_program_leaves_complete_steps(kills: int, tmp_path: Path) -> None:
-    """At random moments of a save: the newest step is whole and bit by bit what was saved."""
+    """Killed at random moments of a save: the newest step is complete and bitwise what was saved."""
     printed, _ = output_of("kill_saves.py", str(tmp_path), str(kills), "0")
     found = printed.split("\n")[:-1]
     assert len(found) == kills
@@ -60,7 +60,7 @@ def test_a_killed_program_leaves_complete_steps(kills: int, tmp_path: Path) -> N
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A directory with a space and an accent, which a program without rights can reach too."""
+    """A directory with a space and an accent, which an unprivileged program can reach too."""
     with tempfile.TemporaryDirectory(prefix="checkpoint of ü ") as name:
         Path(name).chmod(0o755)
         yield Path(name) / "steps of é"
@@ -68,7 +68,7 @@ def open_folder() -> Iterator[Path]:
 
 @pytest.mark.exhaustive
 def test_a_full_or_read_only_disk_leaves_older_steps_intact(open_folder: Path) -> None:
-    """The error names path and bytes; older steps are intact; nothing is left that fills the disk."""
+    """The error names path and bytes; older steps are intact; no file of the failed save is left."""
     printed, told = output_of("fill_disk.py", str(open_folder))
     for case, found in json.loads(printed).items():
         reason = {"full": "File too large", "read-only": "Permission denied"}[case]
@@ -144,7 +144,7 @@ def test_a_failed_save_is_reported_once_at_the_next_call(
 def test_the_end_of_the_with_block_reports_a_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It raises; where the block itself failed, that error goes on, and a warning tells of the save."""
+    """It raises; an error of the block itself is raised instead, with a warning about the save."""
     monkeypatch.setattr(_write, "manifest_text", full)
     with (
         pytest.raises(dj.CheckpointFileError, match="No space left"),
@@ -162,14 +162,14 @@ def test_the_end_of_the_with_block_reports_a_failed_save(
 
 
 def test_a_path_that_is_too_long_is_named(tmp_path: Path) -> None:
-    """With what the system says of it."""
+    """With the message of the system."""
     with pytest.raises(dj.CheckpointFileError, match=r"(?s)x{300}.*too long"):
         save(tmp_path / ("x" * 300) / "model", {"a": 1})
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])
 def test_a_directory_that_is_a_file_is_reported_as_on_error_says(name: str, tmp_path: Path) -> None:
-    """With its path and the bytes that are needed; also when steps are looked for."""
+    """With its path and the bytes that are needed; listing the steps raises too."""
     (tmp_path / "file").touch()
     tree = {"x": np.ones(5)}
     manager = dj.CheckpointManager(tmp_path / name)
@@ -193,7 +193,7 @@ def test_a_directory_that_is_a_file_is_reported_as_on_error_says(name: str, tmp_
 def test_a_folder_without_read_permission_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As somebody else's: the error is of the library, where ``Path.exists`` raises its own."""
+    """It is an error of the library, although ``Path.exists`` raises."""
     save(tmp_path / "model", {"x": 1})
 
     def refuse(*_: Any, **__: Any) -> Any:
@@ -227,7 +227,7 @@ def test_a_step_without_read_permission_is_not_set_aside(
 def test_a_damaged_step_that_cannot_be_renamed_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a read-only disk: the step before is used all the same, and the warning says so."""
+    """On a read-only disk: the step before is used, and the warning says so."""
     manager = dj.CheckpointManager(tmp_path)
     for step in (1, 2):
         manager.save(step, {"x": step})
@@ -258,7 +258,7 @@ dj.CheckpointManager({directory!r}).save(1, {{"x": np.ones(1000)}})
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_program_that_ends_without_waiting_has_saved(fails: bool, tmp_path: Path) -> None:
-    """Python ends only when the last save is on the disk; a failure is at least told."""
+    """Python waits for the last save; a failure is a warning."""
     directory = str(tmp_path / "c")
     done = subprocess.run(
         [sys.executable, "-c", LAST_SAVE.format(fails=fails, directory=directory)],

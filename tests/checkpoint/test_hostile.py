@@ -1,4 +1,4 @@
-"""A checkpoint that somebody has written to do harm, its digests right, ends in an error of ours."""
+"""A malicious checkpoint with correct digests ends in an error of the library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HUGE = 1 << 42
 
 @pytest.fixture(autouse=True)
 def _in_time() -> Iterator[None]:
-    """A pipe that somebody waits at would stop the tests."""
+    """Reading a pipe would block the tests."""
     before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits for ever"))
     signal.alarm(30)
     yield
@@ -47,7 +47,7 @@ def steps(tmp_path: Path) -> Path:
 
 
 def edit(steps: Path, change: Callable[[Any], Any]) -> None:
-    """Changes what the manifest of step 2 says, and its digest with it."""
+    """Changes the manifest of step 2, and its digest accordingly."""
     file = steps / "2" / "manifest.json"
     content = json.loads(file.read_text())["content"]
     content = change(content) or content
@@ -137,7 +137,7 @@ def in_parts(steps: Path, content: Any) -> Path:
 
 
 def replaced(path: Path, make: Callable[[Path], Any]) -> None:
-    """Moves something away and puts something else there."""
+    """Replaces a file or folder by something else."""
     path.rename(path.parent.parent / "moved")
     make(path)
 
@@ -152,7 +152,7 @@ SPECIAL: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("what", ["manifest", "part", "file of Orbax", "arrays", "step"])
 def test_pipes_links_and_sparse_files_are_not_read(steps: Path, what: str, kind: str) -> None:
-    """Nobody waits for a pipe, follows a link or reads a file of terabytes that holds nothing."""
+    """Nothing waits for a pipe, follows a link or reads a sparse file of terabytes."""
     files: list[Path] = []
     edit(steps, lambda content: files.append(in_parts(steps, content)))
     (part,) = files

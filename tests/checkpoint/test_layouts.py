@@ -1,4 +1,4 @@
-"""What one strategy saves another restores: one value for each variable, however many replicas."""
+"""A checkpoint of one strategy is restored by another: one value for each variable."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Model(nnx.Module):
 
 
 def training(strategy: dj.Strategy) -> dict[str, Any]:
-    """A model with its optimizer, and all that goes with them."""
+    """A model, its optimizer, and the rest of a training state."""
     with strategy.scope():
         model = Model()
         return {
@@ -121,7 +121,7 @@ def training(strategy: dj.Strategy) -> dict[str, Any]:
 
 
 def where(tree: Any) -> list[Any]:
-    """The placement of every array."""
+    """Returns the sharding of every array."""
     return [
         x.sharding if x.committed else "anywhere"
         for x in jax.tree.leaves(tree)
@@ -130,14 +130,14 @@ def where(tree: Any) -> list[Any]:
 
 
 def host(tree: Any) -> list[np.ndarray]:
-    """The numbers of every array and key."""
+    """Returns the values of every array and key."""
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
 
 
 @pytest.mark.exhaustive
 def test_every_strategy_restores_what_every_other_saved(tmp_path: Path) -> None:
-    """Acceptance 80: bit by bit, and everything is placed as the target was before."""
+    """Acceptance 80: bitwise, with the shardings of the target."""
     for i, name in enumerate(STRATEGIES):
         old = training(STRATEGIES[name]())
         old["model"].w[...] = jnp.asarray(i + 0.1)
@@ -195,7 +195,7 @@ def test_training_goes_on_under_another_strategy(tmp_path: Path) -> None:
 def test_a_restore_replaces_state_that_a_failed_step_has_donated(
     s2: dj.MirroredStrategy, tmp_path: Path
 ) -> None:
-    """The way back that the error of a failed step recommends."""
+    """As the error of a failed step recommends."""
     model, optimizer, batch = trainable(s2)
     total = made(s2, 3.0, SUM, synchronization=ON_READ)
     tree = {"model": model, "optimizer": optimizer, "total": total}
@@ -210,7 +210,7 @@ def test_a_restore_replaces_state_that_a_failed_step_has_donated(
 def test_the_next_step_does_not_change_what_is_saved(
     s2: dj.MirroredStrategy, tmp_path: Path
 ) -> None:
-    """save returns before the file is written, and the next step takes the memory of the arrays."""
+    """``save`` returns before the file is written, and the next step donates the arrays."""
     model, optimizer, batch = trainable(s2)
     with dj.CheckpointManager(tmp_path, max_to_keep=None) as manager:
         weights = []
@@ -227,7 +227,7 @@ def test_the_next_step_does_not_change_what_is_saved(
 def test_a_save_in_another_thread_waits_for_the_step(
     s2: dj.MirroredStrategy, tmp_path: Path
 ) -> None:
-    """All leaves are of one step, although steps take and replace the arrays all the time."""
+    """All leaves are of one step, although steps donate and replace the arrays all the time."""
     with s2.scope():
         pair = nnx.List([nnx.Param(jnp.zeros(50_000)), nnx.Param(jnp.zeros(50_000))])
 

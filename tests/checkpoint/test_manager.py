@@ -17,7 +17,7 @@ from distribute_jax.checkpoint import _agreement, _disk, _steps, _write, load, s
 
 
 def saved(manager: dj.CheckpointManager, steps: Any, **kinds: Any) -> list[int]:
-    """Calls save at steps and returns those at which it did."""
+    """Calls ``save`` at each step, and returns the steps that it saved."""
     found = [step for step in steps if manager.save(step, {"step": step}, **kinds)]
     manager.wait()
     return found
@@ -35,7 +35,7 @@ POLICIES: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
 
 @pytest.mark.parametrize("case", POLICIES)
 def test_save_saves_when_it_is_time(case: str, tmp_path: Path) -> None:
-    """False says that it did not, and nothing is written then."""
+    """Otherwise it returns False, and writes nothing."""
     policy, steps, wanted = POLICIES[case]
     manager = dj.CheckpointManager(tmp_path, max_to_keep=None, **policy)
     assert saved(manager, steps) == wanted == manager.all_steps()
@@ -43,7 +43,7 @@ def test_save_saves_when_it_is_time(case: str, tmp_path: Path) -> None:
 
 
 def test_minutes_count_from_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that the steps asked for."""
+    """Also from a save that was due by steps."""
     now = [100.0]
     monkeypatch.setattr(_steps.time, "monotonic", lambda: now[0])
     manager = dj.CheckpointManager(tmp_path, every_minutes=2, every_steps=10)
@@ -55,7 +55,7 @@ def test_minutes_count_from_the_last_save(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_intervals_go_on_after_a_restore(tmp_path: Path) -> None:
-    """A run that goes on at step 7 saves at 9, not at once."""
+    """A run that continues at step 7 saves at 9, not at once."""
     saved(dj.CheckpointManager(tmp_path), [7])
     manager = dj.CheckpointManager(tmp_path, every_steps=3)
     tree = {"step": 0}
@@ -64,7 +64,7 @@ def test_intervals_go_on_after_a_restore(tmp_path: Path) -> None:
 
 
 def test_the_oldest_steps_are_removed(tmp_path: Path) -> None:
-    """As many as were asked for; forced ones may be older and still stay for now."""
+    """``max_to_keep`` remain; a forced save of an older step is kept."""
     manager = dj.CheckpointManager(tmp_path, max_to_keep=2)
     saved(manager, range(5))
     assert manager.all_steps() == [3, 4]
@@ -74,7 +74,7 @@ def test_the_oldest_steps_are_removed(tmp_path: Path) -> None:
 
 
 def test_an_existing_step_is_not_overwritten_by_accident(tmp_path: Path) -> None:
-    """A run that forgot to restore would else replace, or prune, what the one before it saved."""
+    """A run that forgot to restore would otherwise overwrite, or prune, the previous run."""
     manager = dj.CheckpointManager(tmp_path)
     saved(manager, [5])
     for step in (5, 4):
@@ -104,7 +104,7 @@ def test_invalid_arguments_are_refused(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [-1, 1.5, "3", None])
 def test_a_step_is_a_number_from_0(step: Any, tmp_path: Path) -> None:
-    """What names no folder is refused before anything is copied."""
+    """Other values are refused before anything is copied."""
     with pytest.raises(dj.ArgumentError, match="step must be an integer >= 0"):
         dj.CheckpointManager(tmp_path).save(step, {"x": 1})
 
@@ -112,7 +112,7 @@ def test_a_step_is_a_number_from_0(step: Any, tmp_path: Path) -> None:
 def test_save_returns_before_the_file_is_written_and_one_save_runs_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first is let go only after save returned; the second waits for it, and says so after a while."""
+    """The first write finishes only after ``save`` returned; the second save waits for it, and logs that."""
     monkeypatch.setattr(_agreement, "_WARN_AFTER_SECONDS", 0.05)
     go, running, most = threading.Event(), [], []
     write = _write.write_arrays
@@ -143,7 +143,7 @@ def test_save_returns_before_the_file_is_written_and_one_save_runs_at_a_time(
 def test_two_managers_on_one_directory_do_not_disturb_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While one writes, the other saves too, and leaves the first one's unfinished folder alone."""
+    """While one writes, the other saves too, and keeps the first one's unfinished folder."""
     go, writes = threading.Event(), _write.write_arrays
 
     def slow(folder: Path, named: Any) -> None:
@@ -221,7 +221,7 @@ def test_a_save_killed_between_its_renames_leaves_the_old_checkpoint(
 
 @pytest.mark.parametrize("name", ["run[1]", "run*", "run?"])
 def test_a_path_with_wildcards_is_refused(name: str, tmp_path: Path) -> None:
-    """It would save there without a word, and not find it again."""
+    """Orbax would save there, and not find it again."""
     with pytest.raises(dj.ArgumentError, match="pattern of names"):
         dj.CheckpointManager(tmp_path / name)
     with pytest.raises(dj.ArgumentError, match="pattern of names"):

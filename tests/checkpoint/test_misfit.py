@@ -1,4 +1,4 @@
-"""A checkpoint that does not fit is refused as a whole, with every leaf that is wrong."""
+"""A checkpoint that does not fit is refused, with a list of every leaf that differs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", MISFITS)
 def test_a_leaf_that_does_not_fit_is_named_with_both_sides(case: str, tmp_path: Path) -> None:
-    """Also by restore_latest, which sets nothing aside for it; and nothing of the tree changes."""
+    """Also by ``restore_latest``, which sets nothing aside; the tree does not change."""
     changes, message = MISFITS[case]
     old = {**made(), "rate": 0.1} if "narrow" in case else made()
     with dj.CheckpointManager(tmp_path) as manager:
@@ -78,7 +78,7 @@ def test_a_leaf_that_does_not_fit_is_named_with_both_sides(case: str, tmp_path: 
 
 
 def test_all_leaves_that_do_not_fit_are_listed_up_to_ten(tmp_path: Path) -> None:
-    """A model of other widths: ten lines and how many more there are."""
+    """A model of other widths: ten lines, and the number of the others."""
     save(tmp_path / "c", {str(i): np.zeros(i) for i in range(30)})
     with pytest.raises(dj.CheckpointError, match="nothing was changed") as caught:
         load(tmp_path / "c", {str(i): np.zeros(i if i < 13 else 50) for i in range(31)})
@@ -98,7 +98,7 @@ def test_different_saved_values_for_one_variable_are_refused(tmp_path: Path) -> 
 
 
 def test_float64_is_not_restored_as_float32(tmp_path: Path) -> None:
-    """A float64 array that was made while JAX had them, restored where it has none."""
+    """An array that was made with x64 enabled, restored without it."""
     with jax.enable_x64(True):
         tree = {"x": jnp.asarray(0.1, jnp.float64)}
     save(tmp_path / "c", tree)
@@ -137,7 +137,7 @@ def test_an_iterator_of_other_data_is_refused_and_nothing_changes(tmp_path: Path
 
 
 def test_a_checkpoint_of_a_later_format_is_not_damaged(tmp_path: Path) -> None:
-    """It says which release can read it, and is not set aside."""
+    """The error says which release can read it, and it is not set aside."""
     from distribute_jax.checkpoint import _manifest
 
     manager = dj.CheckpointManager(tmp_path)
@@ -153,7 +153,7 @@ def test_a_checkpoint_of_a_later_format_is_not_damaged(tmp_path: Path) -> None:
 
 
 def test_missing_steps_and_folders_are_errors(tmp_path: Path) -> None:
-    """The error of restore names the steps that there are; of load the folder."""
+    """The error of ``restore`` lists the existing steps; that of ``load`` names the folder."""
     manager = dj.CheckpointManager(tmp_path / "none")
     assert manager.restore_latest({}) is None
     assert manager.latest_step() is None

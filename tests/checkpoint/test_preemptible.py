@@ -61,7 +61,7 @@ class Loop:
 def test_a_loop_that_was_preempted_twice_sees_every_example_once(
     strategy: dj.Strategy, tmp_path: Path
 ):
-    """It leaves with code 42 after the step it was in; started again, the next example comes next."""
+    """It exits with code 42 after the current step; started again, it continues at the next example."""
     whole = Loop(strategy)
     whole(tmp_path / "undisturbed")
     seen = []
@@ -82,14 +82,14 @@ def test_a_loop_that_was_preempted_twice_sees_every_example_once(
 def test_a_save_that_fails_before_the_exit_is_an_error_whatever_the_policy(
     strategy: dj.Strategy, tmp_path: Path
 ):
-    """Code 42 would say that all is saved; there is no training that ``on_error="warn"`` lets go on."""
+    """Code 42 would mean that all is saved, so that ``on_error="warn"`` does not apply."""
     (tmp_path / "4").write_text("in the way")
     with pytest.raises(dj.CheckpointFileError, match="could not be written"):
         Loop(strategy)(tmp_path, 4, on_error="warn")
 
 
 def test_a_loop_that_ended_is_saved_and_not_run_again(tmp_path: Path):
-    """Started once more, it finds itself done."""
+    """Started once more, it ends at once."""
     strategy = dj.OneDeviceStrategy("cpu:0")
     assert Loop(strategy)(tmp_path).step == 12
     again = Loop(strategy)
@@ -99,7 +99,7 @@ def test_a_loop_that_ended_is_saved_and_not_run_again(tmp_path: Path):
 
 
 def test_several_steps_in_one_dispatch_are_never_divided(tmp_path: Path):
-    """run_steps takes its batches at once: what was taken and not run would be lost."""
+    """``run_steps`` takes its batches at once: those that were taken and not run would be lost."""
     strategy = dj.MirroredStrategy([0, 1])
     totals = []
     for told in (True, False):
@@ -120,7 +120,7 @@ def test_several_steps_in_one_dispatch_are_never_divided(tmp_path: Path):
 
 
 def test_a_termination_watcher_preempts_the_loop(tmp_path: Path):
-    """A function that says that the end is near has the effect of the signal."""
+    """A function that returns True has the effect of the signal."""
     loop = Loop(dj.OneDeviceStrategy("cpu:0"))
     run = loop.one
 
@@ -137,7 +137,7 @@ def test_a_termination_watcher_preempts_the_loop(tmp_path: Path):
 def test_an_interrupted_last_save_restores_the_sigterm_handler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The program would be deaf to it from then on."""
+    """Otherwise the program would ignore SIGTERM from then on."""
     loop, before = Loop(dj.OneDeviceStrategy("cpu:0")), signal.getsignal(signal.SIGTERM)
 
     def interrupt(*_: Any, **__: Any) -> None:
@@ -153,7 +153,7 @@ def test_an_interrupted_last_save_restores_the_sigterm_handler(
 def test_a_notice_at_the_end_of_the_loop_leaves_no_timer(
     late: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """What the program does after the loop is not ended when the grace period is over."""
+    """The end of the grace period does not end what the program does after the loop."""
     monkeypatch.setattr("distribute_jax.processes._preemption._WATCHER_SECONDS", 0.01)
     has_come, has_ended = threading.Event(), threading.Event()
 
@@ -229,7 +229,7 @@ def _program(text: str, directory: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.exhaustive
 def test_a_loop_that_never_reaches_its_next_step_ends_after_the_grace_period(tmp_path: Path):
-    """Tests 7 and 8: at the end of the grace period, with the code that says that nothing was saved."""
+    """Tests 7 and 8: at the end of the grace period, with the code for not saved."""
     start = time.monotonic()
     done = _program(_NEVER_SAVES, tmp_path)
     assert time.monotonic() - start < 40
@@ -264,7 +264,7 @@ def test_what_cannot_be_saved_is_refused_before_the_first_step(
 def test_a_sigterm_handler_of_the_program_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """Its handler stays, so the loop cannot hear of SIGTERM."""
+    """Its handler stays, so the loop does not notice SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: None)
     Loop(dj.OneDeviceStrategy("cpu:0"))(tmp_path)
     assert "SIGTERM will not be noticed by this loop" in caplog.text

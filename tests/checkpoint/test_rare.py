@@ -1,4 +1,4 @@
-"""What happens seldom: races with other programs, odd trees, odd file systems."""
+"""Rare cases: races with other programs, odd trees, odd file systems."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def manager(tmp_path: Path) -> dj.CheckpointManager:
 def test_processes_that_are_not_connected_are_refused(
     manager: dj.CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where JAX knows of several and no strategy has connected them, each would write the same files."""
+    """Without a strategy that connects them, each would write the same files."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(dj.UnsupportedError, match=r"2 processes .*Make dj.MultiWorkerMirrored"):
         manager.save(3, {"x": 1})
@@ -38,7 +38,7 @@ def test_processes_that_are_not_connected_are_refused(
 
 @jax.tree_util.register_pytree_with_keys_class
 class Twins:
-    """A node whose two children have one name."""
+    """A node whose two children have the same name."""
 
     def __init__(self, *children: Any) -> None:
         self.children = children
@@ -81,7 +81,7 @@ def test_a_step_that_another_program_removes_meanwhile_is_skipped_silently(
 
 
 def failing(code: int) -> Any:
-    """A function that fails as a system call does."""
+    """Returns a function that fails as a system call does."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(code, "refused")
@@ -104,7 +104,7 @@ def test_an_old_step_that_cannot_be_removed_is_reported(
 def test_saving_works_on_a_file_system_without_locks(
     manager: dj.CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saving works there, and what killed programs left is removed."""
+    """Drafts of killed programs are removed too."""
     monkeypatch.setattr(_disk.fcntl, "flock", failing(errno.ENOSYS))
     (manager.directory / ".9.0123abcd.saving").mkdir()
     (manager.directory / ".9.0123abcd.saving" / "lock").touch()
@@ -131,7 +131,7 @@ def test_a_folder_that_stays_locked_is_an_error(
 def test_a_folder_that_is_removed_before_it_is_locked_is_recreated(
     before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another program took it for one that was left over."""
+    """Another program took it for a draft of a killed program."""
     module: Any = _disk.os if before == "open" else _disk
     function, times = getattr(module, before), []
 

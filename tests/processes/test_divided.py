@@ -234,7 +234,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_by_two(folder):
-    """What two processes with two devices each told."""
+    """The results of two processes with two devices each."""
     cluster = LocalCluster(2, 2, timeout=120)
     return [r.value for r in cluster.run(save_divided, str(folder))]
 

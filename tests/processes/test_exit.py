@@ -128,7 +128,7 @@ def test_a_late_process_gets_an_error_that_says_so():
 
 @pytest.mark.exhaustive
 def test_of_two_failures_at_once_one_is_the_cause():
-    """The other one refers to it, with 44: they do not accuse each other."""
+    """The other one exits with 44 and names it."""
     results = run(both_fail_while_they_wait)
     assert sorted(r.exit_code for r in results) == [1, 44]
     (other,) = [r for r in results if r.exit_code == 44]
@@ -145,7 +145,7 @@ def test_a_reduction_that_the_others_never_join_names_who_is_missing():
 
 @pytest.mark.exhaustive
 def test_a_stopped_process_is_named_before_jax_aborts_the_others():
-    """JAX's SIGABRT cannot be held up; what it is about stands before it."""
+    """JAX's SIGABRT cannot be prevented; the reason is printed before it."""
     cluster = LocalCluster(2, 1, timeout=20, grace=1.0)
     first = cluster.run(one_is_stopped, check=False)[0]
     assert re.search(
@@ -154,7 +154,7 @@ def test_a_stopped_process_is_named_before_jax_aborts_the_others():
 
 
 def test_a_socket_error_names_the_awaited_process(monkeypatch):
-    """Where the program reads a number that another process does not help to compute."""
+    """The program waits for a value that another process does not help to compute."""
     job, told = job_of(0, 2, Counted()), []
     heartbeats = {"heartbeats/0": "[3, 8, null, 0]", "heartbeats/1": "[5, 7, null, 0]"}
     job.store.update(heartbeats)

@@ -1,4 +1,4 @@
-"""A process of a job goes wrong: every process ends, soon, and says what happened."""
+"""A process of a job fails: every process exits soon, with the reason."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ SLACK = 6.0
 def run(
     function: Any, *args: Any, environment: Any = None, faults: Any = ()
 ) -> list[ProcessResult]:
-    """Runs a job of two processes that has to end by itself."""
+    """Runs a job of two processes that has to end without being killed."""
     cluster = LocalCluster(2, 1, timeout=60, grace=None, environment=environment)
     return cluster.run(function, *args, faults=faults, check=False)
 
 
 def last_moment(results: list[ProcessResult]) -> float:
-    """When the last step of any process began, on the clock of the machine."""
+    """Returns when the last step of any process began, by the machine's clock."""
     return max(float(at) for r in results for at in re.findall(r"at ([\d.]+)$", r.stdout, re.M))
 
 
 def ended_within(results: list[ProcessResult], limit: float) -> None:
-    """Asserts that all were gone so long after the last step began."""
+    """Asserts that all had exited so many seconds after the last step began."""
     gone = time.time()
     assert gone - last_moment(results) < limit + SLACK
     assert not any(result.ended_by_cluster for result in results), "a process did not end by itself"
 
 
 def test_an_exception_ends_all_processes_with_its_text():
-    """Test 12: the text of the error stands last, and the other process names who raised it."""
+    """Test 12: the error is the last output, and the other process names the one that raised it."""
     results = run(fault_functions.loop, 50, environment={"BAD_BATCH": "1"})
     ended_within(results, 2.0)
     assert [r.exit_code for r in results] == [44, 1]
@@ -54,7 +54,7 @@ def test_an_exception_ends_all_processes_with_its_text():
 
 @pytest.mark.exhaustive
 def test_a_process_that_hangs_is_named_and_shows_its_stack():
-    """Test 9: no progress for step_seconds; all end, with what each does and the line that hangs."""
+    """Test 9: no progress for step_seconds; all exit, with what each is doing and the line that hangs."""
     results = run(fault_functions.loop, 50, faults=[Fault("stall", process=1, at_step=5)])
     ended_within(results, fault_functions.STEP_SECONDS)
     assert all(r.exit_code in (1, 43, 44) for r in results)
@@ -94,7 +94,7 @@ def test_a_process_that_is_stopped_for_a_while_goes_on():
 
 @pytest.mark.exhaustive
 def test_a_killed_process_ends_the_others():
-    """The survivor ends by itself, without a supervisor, and says where each process was."""
+    """The survivor exits without a supervisor, and reports where each process was."""
     results = run(fault_functions.loop, 50, faults=[Fault("kill", process=1, at_step=5)])
     ended_within(results, fault_functions.STEP_SECONDS + 3)
     assert results[1].signal == "SIGKILL"
@@ -103,7 +103,7 @@ def test_a_killed_process_ends_the_others():
 
 @pytest.mark.exhaustive
 def test_a_process_that_finishes_early_is_named():
-    """One process takes fewer steps: the other says that it has left, after the time for leaving."""
+    """One process runs fewer steps: the other reports that after ``shutdown_seconds``."""
     results = run(fault_functions.loop, 50, environment={"EARLY": "1"})
     ended_within(results, fault_functions.STEP_SECONDS)
     assert re.search(
@@ -141,7 +141,7 @@ def test_a_process_that_is_late_at_a_barrier_is_named():
 
 @pytest.mark.exhaustive
 def test_a_process_that_never_comes_is_named_with_an_exception():
-    """Test 16: no abort from C++, and within the time that was given."""
+    """Test 16: no abort from C++, and within the timeout."""
     results = run(fault_functions.missing)
     assert results[0].exit_code == 1
     assert "1 of 2 processes have not come within 2 s: process 1" in results[0].stderr

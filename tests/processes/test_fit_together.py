@@ -233,14 +233,14 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_by_two(folder: Path):
-    """What two processes with two devices each told."""
+    """The results of two processes with two devices each."""
     cluster = LocalCluster(2, 2, timeout=100)
     return [result.value for result in cluster.run(fit_in_job, str(folder))]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """What one process told of the same training."""
+    """The results of the same training in one process."""
     return train(saving_functions.strategy_of(1), tmp_path_factory.mktemp("alone"))
 
 

@@ -217,7 +217,7 @@ def alone(processes, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def told(processes, alone):
-    """What the processes of a job tell."""
+    """The results of the processes of a job."""
     cluster = LocalCluster(processes, 2, timeout=180)
     return [result.value for result in cluster.run(train_in_job, str(alone[0]))]
 

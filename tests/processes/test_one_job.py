@@ -173,13 +173,13 @@ def fail(me):
 
 @pytest.fixture(scope="module")
 def two_by_two():
-    """What two processes with two devices each told."""
+    """The results of two processes with two devices each."""
     return [result.value for result in LocalCluster(2, 2).run(compute)]
 
 
 @pytest.fixture(scope="module")
 def steps():
-    """What two processes with two devices each told of ten steps of training."""
+    """The results of ten training steps in two processes with two devices each."""
     return [result.value for result in LocalCluster(2, 2).run(train)]
 
 

@@ -53,7 +53,7 @@ def handled_on_compute_engine(directory, by_event):
 
 
 def handled(directory, grace, pause):
-    """Counts replicas under TensorFlow's handler; process 0 hears of nothing."""
+    """Counts replicas under TensorFlow's handler; process 0 gets no signal."""
     strategy = fault_functions.make_strategy(step_seconds=30.0)
     with strategy.scope():
         total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
@@ -83,7 +83,7 @@ def never_polls(directory):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("process", [0, 1])
 def test_all_save_at_one_step_and_go_on_at_the_next_example(process: int, tmp_path: Path):
-    """Test 6: agreed exit code, one checkpoint, and in the end the weights of a job left alone, bitwise."""
+    """Test 6: agreed exit code, one checkpoint, and bitwise the weights of an uninterrupted job."""
     cluster = LocalCluster(2, 1, timeout=60, grace=None)
     told = cluster.run(
         loop,

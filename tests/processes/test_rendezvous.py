@@ -76,7 +76,7 @@ def late(address: str, process: int) -> Callable[[], Any]:
 
 
 def test_all_continue_together_and_know_each_other():
-    """Process 0 may come last; every process learns host and pid of all, in order."""
+    """Process 0 may be the last; every process gets host and pid of all, in order."""
     address = f"127.0.0.1:{free_port()}"
 
     def late() -> Any:
@@ -89,7 +89,7 @@ def test_all_continue_together_and_know_each_other():
 
 
 def test_missing_processes_are_named_on_all_that_connected():
-    """Test 16: an exception of Python within the time given, not an abort from C++."""
+    """Test 16: a Python exception within the timeout, not an abort from C++."""
     address = f"127.0.0.1:{free_port()}"
     start = time.monotonic()
     errors = together(chief(address, 4, 0.6), other(address, 2, 4, 0.6))
@@ -102,7 +102,7 @@ def test_missing_processes_are_named_on_all_that_connected():
 
 
 def test_nobody_at_the_address_of_process_0_is_reported_with_host_and_port():
-    """A coordinator that never comes is an error after the time given, naming where it was looked for."""
+    """The error comes after the timeout, and names the address."""
     port = free_port()
     (error,) = together(other(f"127.0.0.1:{port}", 1, seconds=0.4))
     assert isinstance(error, dj.DeadlineExceededError)
@@ -124,7 +124,7 @@ def test_nobody_at_the_address_of_process_0_is_reported_with_host_and_port():
     ],
 )
 def test_processes_that_disagree_get_an_error_with_key_and_both_values(facts: Any, text: str):
-    """Test 17: on every process, those included that come a moment later."""
+    """Test 17: on every process, including late ones."""
     address = f"127.0.0.1:{free_port()}"
 
     def late() -> Any:
@@ -157,7 +157,7 @@ def test_other_jobs_and_duplicates_are_refused_and_the_job_continues():
 
 
 def test_a_process_that_died_while_waiting_can_be_restarted():
-    """A restarted process takes the place of its dead self."""
+    """It takes the place of its predecessor."""
     address = f"127.0.0.1:{free_port()}"
 
     def dies_and_comes_again() -> Any:
@@ -178,7 +178,7 @@ def test_a_process_that_died_while_waiting_can_be_restarted():
 
 
 def test_a_port_in_use_is_named_at_once_on_all():
-    """Test 15: a listener that says nothing, also one that would share its port as gRPC does."""
+    """Test 15: a silent listener, also one that would share its port as gRPC does."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(("127.0.0.1", 0))
@@ -196,7 +196,7 @@ def test_a_port_in_use_is_named_at_once_on_all():
 
 
 def test_noise_on_the_port_does_not_disturb_the_rendezvous():
-    """Whoever sends garbage, too much, or nothing is ignored."""
+    """Clients that send garbage, too much, or nothing are ignored."""
     address = f"127.0.0.1:{free_port()}"
     host, port = address.split(":")
 
@@ -230,7 +230,7 @@ def test_a_host_name_that_does_not_resolve_is_named():
 
 
 def test_idle_connections_do_not_block_the_rendezvous(monkeypatch: pytest.MonkeyPatch):
-    """Where process 0 has no descriptor left, it hangs up on who came first and said nothing."""
+    """Process 0, without a free descriptor, closes the oldest connections without a message."""
     address = f"127.0.0.1:{free_port()}"
     host, port = address.split(":")
     accept, refusals = socket.socket.accept, [1, 2, 3]

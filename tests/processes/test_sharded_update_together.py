@@ -79,7 +79,7 @@ def alone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def told(alone):
-    """What two processes with two devices each told."""
+    """The results of two processes with two devices each."""
     cluster = LocalCluster(2, 2, timeout=100)
     return [r.value for r in cluster.run(share_in_job, str(alone[0]))]
 

@@ -18,7 +18,7 @@ from distribute_jax.processes._signals import replace_sigterm
 
 
 def test_blocks_that_end_in_any_order_leave_the_usual_handler() -> None:
-    """The first of two blocks may end first, as when a handler is replaced by another."""
+    """The outer of two blocks may end first, as when a handler is replaced by another."""
     before = signal.getsignal(signal.SIGTERM)
     first, second = replace_sigterm(lambda: None), replace_sigterm(lambda: None)
     first.__enter__()
@@ -30,7 +30,7 @@ def test_blocks_that_end_in_any_order_leave_the_usual_handler() -> None:
 
 
 def test_a_signal_at_the_end_of_listening_is_handled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The action is called for a signal that comes just before the usual handler is back."""
+    """The action is called for a signal that arrives just before the usual handler is restored."""
     seen, change = [], signal.signal
 
     def restored(number: int, handler: Any) -> Any:
@@ -83,7 +83,7 @@ def test_sigterm_of_a_forked_child_does_not_reach_its_parent() -> None:
 def test_a_process_with_a_closed_stderr_exits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever took its output has gone, or the disk of its log is full; it was asked to stop."""
+    """The reader of its output has ended, or the disk of its log is full."""
 
     class Unread(io.StringIO):
         def write(self, text: str) -> int:

@@ -1,4 +1,4 @@
-"""What a process is doing can be read at any moment, also after it was killed."""
+"""The status of a process can be read at any time, even after it was killed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distribute_jax.processes._status import StatusWriter, status_writer
 
 
 def test_the_last_status_is_read(tmp_path):
-    """Step, phase and error; nothing where there is no file, or nobody wrote."""
+    """Step, phase and error; empty if there is no file, or nothing was written."""
     path = tmp_path / "status"
     assert read_status(path).step is None
     writer = StatusWriter(path)
@@ -47,7 +47,7 @@ def _seconds(writer, n=2000):
 
 
 def test_the_process_finds_its_file_in_the_environment(tmp_path, monkeypatch):
-    """And without one, or with that of a job that is gone, reporting does nothing."""
+    """Without one, or with that of a job that has ended, reporting does nothing."""
     monkeypatch.delenv(STATUS, raising=False)
     dj.report_step(3)
     monkeypatch.setenv(STATUS, str(tmp_path / "gone" / "status"))
@@ -60,7 +60,7 @@ def test_the_process_finds_its_file_in_the_environment(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_an_error_when_the_file_is_created(tmp_path, monkeypatch):
-    """Without room for it on the disk, the kernel would end the process at its first step."""
+    """Otherwise the process would get SIGBUS at its first step."""
     (tmp_path / "other").write_bytes(bytes(4096))
     if not (tmp_path / "other").stat().st_blocks:
         pytest.skip("this file system does not say what has room")
@@ -78,7 +78,7 @@ def test_a_full_disk_is_an_error_when_the_file_is_created(tmp_path, monkeypatch)
 
 
 def test_an_interrupt_leaves_no_phase_behind(monkeypatch):
-    """The watchdog would take what comes after it for a phase that does not end."""
+    """The watchdog would see a phase that does not end."""
 
     def interrupt(*_: Any) -> None:
         monkeypatch.undo()

@@ -142,7 +142,7 @@ def alone() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def told():
-    """What two processes with four devices each told."""
+    """The results of two processes with four devices each."""
     return [result.value for result in LocalCluster(2, 4).run(compute)]
 
 

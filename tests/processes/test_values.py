@@ -138,7 +138,7 @@ def checks(strategy):
 
 @pytest.fixture(scope="module")
 def two_by_two():
-    """What two processes with two devices each told."""
+    """The results of two processes with two devices each."""
     return [r.value for r in LocalCluster(2, 2).run(values_in_job)]
 
 
@@ -170,7 +170,7 @@ def test_each_process_has_its_replicas_components_and_all_read_the_same(two_by_t
 
 
 def test_values_of_different_shapes_are_refused(two_by_two):
-    """Each process sees its own two only, and would combine these."""
+    """Each process sees only its own two, and would combine these."""
     for told in two_by_two:
         assert told["uneven"][0] == "UnsupportedError"
         assert "float64[1], float64[2], float64[3], float64[4]" in told["uneven"][1]

@@ -38,7 +38,7 @@ def job_of(index: int, count: int, store: Counted) -> Job:
 
 
 def test_256_watchdogs_take_at_most_5_percent_of_a_core():
-    """Each makes two requests at a tick, which is the longer the more of them there are."""
+    """Each makes two requests per tick, which is longer for more processes."""
     job = job_of(1, 256, Counted())
     watchdog = Watchdog(job, Activity())
     watchdog._send_heartbeat()
@@ -50,7 +50,7 @@ def test_256_watchdogs_take_at_most_5_percent_of_a_core():
 
 
 def test_process_0_reports_missed_heartbeats_and_withdraws_the_report(monkeypatch, capfd):
-    """Those that wait show it once; the others have no request more for it."""
+    """Waiting processes show it once; it needs no further request."""
     store, now = Counted(), [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     jobs = [job_of(i, 3, store) for i in range(3)]
@@ -71,7 +71,7 @@ def test_process_0_reports_missed_heartbeats_and_withdraws_the_report(monkeypatc
 
 
 def test_a_round_of_256_processes_takes_a_few_requests_of_process_0():
-    """It does not ask for each of them."""
+    """It does not request each text by itself."""
     store = Counted({f"round/barrier x/0/{i}": "" for i in range(1, 256)})
     job_of(0, 256, store).barrier("x")
     assert store.requests <= 3
