@@ -51,7 +51,7 @@ COMPONENTS = {
 def test_on_read_variables_are_saved_as_they_read(
     kind: str, s2: dj.MirroredStrategy, tmp_path: Path
 ) -> None:
-    """Acceptance 77 and 79: 4 and 3 are 7.0, 3.5 or 4.0; a sum is divided among the replicas."""
+    """4 and 3 are 7.0, 3.5 or 4.0; a sum is divided among the replicas."""
     aggregation, value, wanted = COMPONENTS[kind]
     variable = four_and_three(s2, aggregation)
     save(tmp_path / "c", {"v": variable})
@@ -79,7 +79,7 @@ def test_an_integer_sum_that_does_not_divide_keeps_its_remainder_on_replica_0(
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_on_read_without_aggregation_cannot_be_saved(replicas: int, tmp_path: Path) -> None:
-    """Acceptance 79: a ValueError that names the variable, also for one replica, as in TF."""
+    """A ValueError that names the variable, also for one replica, as in TF."""
     variable = made(dj.MirroredStrategy(range(replicas)), 0.0, NONE, synchronization=ON_READ)
     with pytest.raises(ValueError, match=r"\['v'\]: an ON_READ variable with aggregation=NONE"):
         save(tmp_path / "c", {"v": variable})
@@ -137,7 +137,7 @@ def host(tree: Any) -> list[np.ndarray]:
 
 @pytest.mark.exhaustive
 def test_every_strategy_restores_what_every_other_saved(tmp_path: Path) -> None:
-    """Acceptance 80: bitwise, with the shardings of the target."""
+    """Bitwise, with the shardings of the target."""
     for i, name in enumerate(STRATEGIES):
         old = training(STRATEGIES[name]())
         old["model"].w[...] = jnp.asarray(i + 0.1)

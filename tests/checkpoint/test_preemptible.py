@@ -229,7 +229,7 @@ def _program(text: str, directory: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.exhaustive
 def test_a_loop_that_never_reaches_its_next_step_ends_after_the_grace_period(tmp_path: Path):
-    """Tests 7 and 8: at the end of the grace period, with the code for not saved."""
+    """At the end of the grace period, with the code for not saved."""
     start = time.monotonic()
     done = _program(_NEVER_SAVES, tmp_path)
     assert time.monotonic() - start < 40

@@ -1,4 +1,4 @@
-"""A training that was cut in two goes on as one that was not: data, random numbers, weights."""
+"""An interrupted training run continues as if uninterrupted: data, random numbers, weights."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ SOURCES: dict[str, Callable[[], Any]] = {"arrays": from_arrays, "grain": from_gr
 
 
 class Run:
-    """Everything that a training has, made as a new process would make it."""
+    """A complete training state, created as a new process would create it."""
 
     def __init__(self, strategy: dj.Strategy, source: Callable[[], Any]) -> None:
         self.strategy = strategy
@@ -109,7 +109,7 @@ class Run:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is a typed random key."""
+    """Returns whether a leaf is a typed random key."""
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
@@ -124,7 +124,7 @@ def is_key(leaf: Any) -> bool:
 def test_an_interrupted_training_run_equals_an_uninterrupted_one_bitwise(
     source: str, replicas: int, tmp_path: Path
 ) -> None:
-    """Cut anywhere, also at the end of an epoch: the very next example comes next."""
+    """Interrupted anywhere, also at the end of an epoch: it continues at the next example."""
     strategy = dj.MirroredStrategy(range(replicas))
     whole, seen = Run(strategy, SOURCES[source]), []
     with dj.CheckpointManager(tmp_path, max_to_keep=None) as manager:
@@ -142,7 +142,7 @@ def test_an_interrupted_training_run_equals_an_uninterrupted_one_bitwise(
 
 
 def test_examples_continue_on_another_number_of_replicas(tmp_path: Path) -> None:
-    """Each once in the epoch, in the order of the undisturbed pass."""
+    """Each once in the epoch, in the order of an uninterrupted pass."""
 
     def ids(replicas: int) -> Any:
         strategy = dj.MirroredStrategy(range(replicas))
@@ -160,7 +160,7 @@ def test_examples_continue_on_another_number_of_replicas(tmp_path: Path) -> None
 
 
 def test_random_streams_continue(tmp_path: Path) -> None:
-    """Typed and raw keys, and each stream of Rngs by itself."""
+    """Typed and raw keys, and each stream of ``Rngs``."""
     rngs = nnx.Rngs(0, dropout=1)
     tree = {"rngs": rngs, "key": jax.random.key(3), "raw": jax.random.PRNGKey(4)}
     for _ in range(3):

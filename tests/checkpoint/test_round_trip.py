@@ -1,4 +1,4 @@
-"""What is saved comes back bit by bit, in the objects that were passed."""
+"""Everything is restored bitwise, into the objects that were passed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def arrays_of(dtype: str) -> list[np.ndarray]:
 
 
 def bits(value: Any) -> Any:
-    """The bytes of an array, its dtype and shape; of a Python value the type and the exact value."""
+    """Returns bytes, dtype and shape of an array; type and exact value of a Python value."""
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return ("key", str(jax.random.key_impl(value)), bits(jax.random.key_data(value)))
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
@@ -63,7 +63,7 @@ def bits(value: Any) -> Any:
 
 
 def emptied(tree: Any) -> Any:
-    """The tree with other values of the same types."""
+    """Returns the tree with other values of the same types."""
 
     def other(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -80,7 +80,7 @@ def emptied(tree: Any) -> Any:
 
 
 def not_array(leaf: Any) -> bool:
-    """Whether a leaf is a Python value."""
+    """Returns whether a leaf is a Python value."""
     return not isinstance(leaf, (np.ndarray, np.generic))
 
 
@@ -182,7 +182,7 @@ def test_nnx_objects_are_changed_in_place(tmp_path: Path) -> None:
 
 
 class Pair(NamedTuple):
-    """A nest of the user's own."""
+    """A pytree of the user."""
 
     left: Any
     right: Any
@@ -215,7 +215,7 @@ def test_other_entries_of_the_dict_are_replaced_in_it(tmp_path: Path) -> None:
 def test_a_pytree_that_is_not_a_dict_is_returned_by_load_and_refused_by_restore_latest(
     tmp_path: Path,
 ) -> None:
-    """It cannot be changed in place, and silently doing nothing would lose the training."""
+    """It cannot be changed in place, and doing nothing would lose the training state."""
     save(tmp_path / "1", [np.arange(3), nnx.Variable(jnp.ones(2))])
     variable = nnx.Variable(jnp.zeros(2))
     numbers, same = load(tmp_path / "1", [np.zeros(3, int), variable])
@@ -259,7 +259,7 @@ def test_what_cannot_be_saved_is_listed_with_its_path(case: str, tmp_path: Path)
 def test_per_replica_values_and_donated_arrays_are_refused(
     s2: dj.MirroredStrategy, tmp_path: Path
 ) -> None:
-    """The first have no one value, the second none at all."""
+    """The first have several values, the second none."""
     each = s2.run(lambda: dj.get_replica_context().replica_id_in_sync_group * jnp.ones(2))
     with pytest.raises(dj.CheckpointError, match=r"\['each'\]: .*PerReplica"):
         save(tmp_path / "c", {"each": each})
@@ -270,7 +270,7 @@ def test_per_replica_values_and_donated_arrays_are_refused(
 
 
 def test_saving_inside_run_or_jit_is_refused(tmp_path: Path) -> None:
-    """There the values are traced, and files have no place in a compiled step."""
+    """There the values are traced."""
     one = dj.OneDeviceStrategy("cpu:0")
     for call in (
         lambda: save(tmp_path / "c", {"x": 1}),
@@ -301,7 +301,7 @@ def test_the_manifest_says_what_the_checkpoint_holds(
 
 
 def test_nothing_is_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a checkpoint must not run code that somebody put into it."""
+    """Reading a checkpoint must not run code from it."""
 
     def refused(*_: Any, **__: Any) -> None:
         raise AssertionError("pickled")

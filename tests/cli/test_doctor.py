@@ -1,4 +1,4 @@
-"""What keeps a job from starting is found, and the line says what to do."""
+"""The doctor finds what keeps a job from starting, and says what to do."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_bare_call_shows_the_help_and_there_is_a_version(capsys):
 
 
 def test_an_invalid_description_of_the_cluster_is_reported(monkeypatch, capsys):
-    """With the resolver's own words, and exit code 1."""
+    """With the resolver's message, and exit code 1."""
     monkeypatch.setattr(_doctor, "_PROBE", 'print(\'[1, "cpu", "cpu"]\')')
     monkeypatch.setenv("TF_CONFIG", "{")
     assert main(["doctor"]) == 1
@@ -72,7 +72,7 @@ def test_an_invalid_description_of_the_cluster_is_reported(monkeypatch, capsys):
 
 
 def test_devices_that_do_not_start_are_reported_with_the_reason(monkeypatch):
-    """Or that nothing was heard of them, instead of a wait without end."""
+    """Or with the timeout."""
     monkeypatch.setattr(_doctor, "_PROBE", "raise RuntimeError('no chips')")
     state, fix = by_subject(_doctor.devices())["devices"]
     assert "RuntimeError: no chips" in state
@@ -85,7 +85,7 @@ def test_devices_that_do_not_start_are_reported_with_the_reason(monkeypatch):
 
 
 def test_a_port_in_use_and_an_unreachable_port_are_reported(port):
-    """Where the coordinator is to listen, and where it is to be reached."""
+    """The port where the coordinator should listen, and the one where it should be reached."""
     state, fix = by_subject(coordinator("127.0.0.1", port, 1))["port"]
     assert "cannot be reached" in state
     assert "start process 0" in fix
@@ -103,7 +103,7 @@ def test_a_port_in_use_and_an_unreachable_port_are_reported(port):
 
 
 def test_a_host_name_that_resolves_to_loopback_is_reported(monkeypatch):
-    """Collectives between CPUs tell it to them; on one machine it is as it should be."""
+    """CPU collectives announce it to the others; on one machine it is correct."""
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     assert host_name(several_machines=False) == Finding("host name", "localhost is 127.0.0.1")
     assert "/etc/hosts" in host_name(several_machines=True).fix

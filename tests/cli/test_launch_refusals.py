@@ -1,4 +1,4 @@
-"""What cannot be launched is refused at once, with the next thing to type."""
+"""Programs that cannot be launched are refused at once, with the next thing to type."""
 
 from __future__ import annotations
 

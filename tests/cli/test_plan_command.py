@@ -1,4 +1,4 @@
-"""``distribute-jax plan`` prints what the first step of a program takes, and runs none."""
+"""``distribute-jax plan`` prints what the first step of a program needs, and runs no step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that are launched without JAX, so that a test takes a tenth of a second."""
+"""Launches programs without JAX, which takes a tenth of a second."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def all_of(number):  # waits until so many are there
 
 
 class Launched(NamedTuple):
-    """What came of a launch."""
+    """The result of a launch."""
 
     code: int
     out: list[str]

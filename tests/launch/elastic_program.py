@@ -1,4 +1,4 @@
-"""A training that is killed once, for the tests of elastic jobs: prints what each process has seen."""
+"""A training program that is killed once, for the tests of elastic jobs: it prints its batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Killed before there is progress: within the compiling of the first step, and within a restore."""
+"""Jobs that are killed before they make progress: in the first compilation, or in a restore."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ print("weights", hashlib.sha256(kernel.tobytes()).hexdigest())
 
 
 def launched(folder: Path, *kills: str) -> tuple[list[str], list[str]]:
-    """The weights of each process, and what the supervisor said."""
+    """Returns the weights of each process, and the output of the supervisor."""
     folder.mkdir()
     (folder / "train.py").write_text(PROGRAM)
     options = ["--processes=2", "--devices-per-process=1", "--max-pause=0.1"]
@@ -65,7 +65,7 @@ def launched(folder: Path, *kills: str) -> tuple[list[str], list[str]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The weights of a job that is left alone."""
+    """Returns the weights of an uninterrupted job."""
     weights, said = launched(tmp_path_factory.mktemp("undisturbed") / "job")
     assert said == []
     assert len(weights) == 2
@@ -77,7 +77,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_killed_in_a_restore_the_weights_are_the_same(
     undisturbed: list[str], tmp_path: Path
 ) -> None:
-    """Test 4: process 1 at step 9, then as it restores step 8; nothing but the restore tells the step."""
+    """Process 1 at step 9, then while it restores step 8; only the restore reports the step."""
     weights, said = launched(tmp_path / "job", "1:9", "1:restoring")
     assert weights == undisturbed
     first, second = said
@@ -88,7 +88,7 @@ def test_killed_in_a_restore_the_weights_are_the_same(
 
 @pytest.mark.exhaustive
 def test_kills_before_progress_count_as_none(undisturbed: list[str], tmp_path: Path) -> None:
-    """Test 4: either process, in the compiling of step 1 and in restores, with progress in between."""
+    """Either process, while step 1 compiles and in restores, with progress in between."""
     kills = [
         "0:compiling",
         "1:compiling",

@@ -1,4 +1,4 @@
-"""A job that loses a process goes on with the others, takes it in again, and computes the same."""
+"""A job that loses a process continues with the others, takes it back, and computes the same."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ends(steps: list[list]) -> tuple[int, int]:
 
 
 def assert_same(steps: list[list], wanted: list[tuple]) -> None:
-    """The last time that each step was computed, it had these examples, in this order, and this loss."""
+    """Asserts that the last computation of each step had these examples, in this order, and this loss."""
     last = {step: (ids, loss) for step, _, ids, loss in steps}
     assert [(i, last[i][0]) for i in sorted(last)] == [(step, ids) for step, ids, _ in wanted]
     np.testing.assert_allclose(
@@ -58,7 +58,7 @@ def assert_same(steps: list[list], wanted: list[tuple]) -> None:
 
 
 def test_the_batches_and_losses_are_those_of_a_job_that_lost_nothing(tmp_path: Path):
-    """Test 13: three processes, two, three; each example once in an epoch, losses within 1e-5."""
+    """Three processes, two, three; each example once in an epoch, losses within 1e-5."""
     steps = launched(tmp_path / "job", rank=1, drop=0.0)
     ends(steps)
     alone = dj.MirroredStrategy([0, 1, 2])
@@ -72,7 +72,7 @@ def test_the_batches_and_losses_are_those_of_a_job_that_lost_nothing(tmp_path: P
 
 
 def test_dropout_is_that_of_a_run_with_the_same_membership(tmp_path: Path):
-    """Test 14: process 0 is killed; what depends on the number of replicas is that of each number."""
+    """Process 0 is killed; each step has the dropout of its number of replicas."""
     steps = launched(tmp_path / "job", rank=0, drop=0.3)
     saved, rejoined = ends(steps)
     wanted = []
@@ -102,13 +102,13 @@ for step, ids, loss in elastic_program.own_loop(strategy, sys.argv[1], 0.0):
 
 
 def is_open(port: int) -> bool:
-    """Whether something listens."""
+    """Returns whether a program listens at a port."""
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_machine_rejoins_under_torchrun(tmp_path: Path):
-    """Two agents, one, two: the second is killed with its process, and started again."""
+    """Two agents, one, two: the second is killed with its process, and restarted."""
     pytest.importorskip("torch")
     program = tmp_path / "train.py"
     program.write_text(IN_TORCHRUN)

@@ -1,4 +1,4 @@
-"""Jobs that are killed and stopped again and again end with the weights of one that was left alone.
+"""Jobs that are killed and stopped repeatedly end with the weights of an uninterrupted job.
 
 ``pytest -m exhaustive -s tests/launch/test_endurance.py`` prints the figures of the report in
 ``benchmarks/reports``; ``ENDURANCE=100`` before it sets the number of kills, of which 20 are the default.
@@ -83,7 +83,7 @@ print("weights", loop.step, digest.hexdigest(), flush=True)
 
 
 class Run:
-    """A job under the launcher, whose output is read as it comes."""
+    """A job under the launcher, whose output is read while it runs."""
 
     def __init__(self, folder, kind="arrays", steps=160, width=8):
         folder.mkdir(exist_ok=True, parents=True)
@@ -128,7 +128,7 @@ class Run:
             assert self.changed.wait_for(there, timeout=120), self.lines[-20:]
 
     def end(self, code=0):
-        """Waits for the end, and returns what each process said of its weights."""
+        """Waits for the end, and returns the weights that each process printed."""
         assert self.process.wait(timeout=300 + 10 * KILLS) == code, "\n".join(self.lines[-30:])
         self.reader.join()
         return {line.partition("weights ")[2] for line in self.lines if "weights " in line}
@@ -161,7 +161,7 @@ def usage_of(pid):
 
 @functools.cache
 def undisturbed(kind="arrays", steps=160, width=8):
-    """The weights of a job that is left alone."""
+    """Returns the weights of an uninterrupted job."""
     with tempfile.TemporaryDirectory() as folder:
         (weights,) = Run(Path(folder), kind, steps, width).end()
     return {weights}
@@ -187,7 +187,7 @@ def kill_again_and_again(folder, kills, seed, **what):
 
 
 def test_random_kills_leave_no_trace_and_nothing_grows(tmp_path):
-    """Tests 1 and 3: rank 0 included, in compiles, steps, evaluations, saves and restores."""
+    """Rank 0 included, in compiles, steps, evaluations, saves and restores."""
     steps = 40 * KILLS
     weights, used = kill_again_and_again(tmp_path, KILLS, seed=1, steps=steps)
     assert weights == undisturbed(steps=steps)
@@ -203,7 +203,7 @@ def test_random_kills_leave_no_trace_and_nothing_grows(tmp_path):
 
 @pytest.mark.parametrize("kind", ["grain", "tf"])
 def test_other_sources_go_on_at_the_very_next_example(tmp_path, kind):
-    """Test 27: with Grain, and with tf.data where that is installed."""
+    """With Grain, and with tf.data if it is installed."""
     if not importlib.util.find_spec({"tf": "tensorflow"}.get(kind, kind)):
         pytest.skip(f"needs {kind}: dev.py test --sources has it")
     weights, _ = kill_again_and_again(tmp_path, 3, seed=2, kind=kind)
@@ -211,7 +211,7 @@ def test_other_sources_go_on_at_the_very_next_example(tmp_path, kind):
 
 
 def test_either_of_two_processes_killed_in_a_save(tmp_path):
-    """Test 23: each step is saved, and takes longer to save than to run."""
+    """Each step is saved, and takes longer to save than to run."""
     kills = max(KILLS // 2, 5)
     steps = max(80, 12 * kills)  # the job ends after so many, whether or not all kills have come
     weights, _ = kill_again_and_again(tmp_path, kills, seed=3, steps=steps, width=200_000)
@@ -229,7 +229,7 @@ STOPS = {
 
 @pytest.mark.parametrize("case", STOPS)
 def test_a_stopped_job_saves_at_one_step_and_goes_on(tmp_path, case):
-    """Test 6: exit code 42, one step that both have saved, and then the weights of one left alone."""
+    """Exit code 42, one step that both have saved, and then the weights of an uninterrupted job."""
     number, line = STOPS[case]
     run = Run(tmp_path)
     run.await_line(line, 2)
@@ -243,7 +243,7 @@ def test_a_stopped_job_saves_at_one_step_and_goes_on(tmp_path, case):
 
 
 def test_no_process_outlives_a_killed_supervisor(tmp_path):
-    """At three random moments; started again, the job goes on, and the folders are gone."""
+    """At three random moments; started again, the job continues, and the folders are removed."""
     rng = random.Random(4)
     for _ in range(3):
         run = Run(tmp_path)

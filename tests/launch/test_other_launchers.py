@@ -1,4 +1,4 @@
-"""Two processes that mpirun or torchrun has started: the strategy reads their variables and finds the job."""
+"""Processes of mpirun and torchrun: the strategy detects the job from their variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes are started, watched and stopped together, and restarted while that brings progress."""
+"""Processes are started, watched and stopped together, and restarted as long as they make progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distribute_jax.launch._supervisor import Inbox, signals_into
 
 
 def test_every_process_gets_its_variables_and_an_output_prefix(launch, tmp_path, monkeypatch):
-    """The environment of the job is there, that of others is not, and all ends with 0."""
+    """The environment has the variables of this job and not of others; the exit code is 0."""
     monkeypatch.setenv("TF_CONFIG", "{}")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_other=1")
     launched = launch(
@@ -44,7 +44,7 @@ def test_every_process_gets_its_variables_and_an_output_prefix(launch, tmp_path,
 
 
 def test_an_exception_of_one_process_ends_all_and_is_the_last_line(launch):
-    """Another one sleeps and does not end when it is asked to; it is not waited for."""
+    """Another one sleeps and ignores SIGTERM; the supervisor does not wait for it."""
     launched = launch(
         "if process == 0:\n"
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -68,7 +68,7 @@ def test_an_exception_of_one_process_ends_all_and_is_the_last_line(launch):
 
 
 def test_a_killed_process_is_named_at_once_and_all_are_restarted(launch):
-    """One line says who, how, where and what happens now."""
+    """One line says which process, how, where, and what happens now."""
     launched = launch(
         "print('attempt', attempt)\n"
         "all_of(2)\n"
@@ -110,7 +110,7 @@ def test_a_job_that_always_fails_at_one_step_is_given_up(launch):
 
 @pytest.mark.parametrize("text", ["bad option {process}", "ConnectionError: {process}"])
 def test_an_error_of_every_process_before_a_step_is_not_restarted(launch, text):
-    """Unless the error may pass; the second process fails half a second after the first."""
+    """Unless the error may be transient; the second process fails half a second after the first."""
     launched = launch(
         f"time.sleep(process / 2)\nif attempt == 0: sys.exit(f{text!r})", "--processes=2"
     )
@@ -127,7 +127,7 @@ def test_an_error_of_every_process_before_a_step_is_not_restarted(launch, text):
 
 
 def test_exit_codes_are_known_although_a_parent_ignores_sigchld():
-    """A supervisor waited for ever where the kernel keeps no exit code for it."""
+    """A supervisor would wait forever if the kernel kept no exit code for it."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         with signals_into(Inbox()):
@@ -139,7 +139,7 @@ def test_exit_codes_are_known_although_a_parent_ignores_sigchld():
 
 
 def test_a_limit_that_the_processes_reach_is_reported(tmp_path, monkeypatch):
-    """Where no descriptor or process is left, the launcher says which limit to raise."""
+    """Without a free descriptor or process, the launcher says which limit to raise."""
 
     def refuse(*_, **__):
         raise OSError(24, "Too many open files")
@@ -151,7 +151,7 @@ def test_a_limit_that_the_processes_reach_is_reported(tmp_path, monkeypatch):
 
 
 def test_a_job_is_restarted_as_long_as_there_is_progress(launch):
-    """Five times here, where one restart in a row may bring nothing."""
+    """Five times, although one restart without progress is the limit."""
     launched = launch("step(attempt)\nif attempt < 5: sys.exit(3)", "--max-restarts=1")
     assert launched.code == 0
     assert len(launched.said) == 5
@@ -159,7 +159,7 @@ def test_a_job_is_restarted_as_long_as_there_is_progress(launch):
 
 
 def test_a_signal_to_the_supervisor_ends_processes_that_ignore_it(launch):
-    """After the grace, long before it would end by itself; nothing is started again."""
+    """After the grace period, long before they would end by themselves; nothing is restarted."""
     launched = launch(
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "all_of(2)\n"
@@ -186,7 +186,7 @@ all_of(2)
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_is_passed_on_and_a_save_is_reported(launch, name):
-    """All leave with the agreed code, and so does the supervisor, after Ctrl-C too."""
+    """All exit with code 42, and so does the supervisor, also after Ctrl-C."""
     launched = launch(
         SAVES + f"if process == 0: os.kill(os.getppid(), signal.{name})\ntime.sleep(60)",
         "--processes=2",
@@ -199,7 +199,7 @@ def test_a_signal_is_passed_on_and_a_save_is_reported(launch, name):
 
 
 def test_processes_that_saved_by_themselves_are_restarted(launch):
-    """As after a preemption that only they were told of; the others get the grace to save too."""
+    """As after a preemption of these processes alone; the others get the grace period to save too."""
     launched = launch(
         "if attempt: sys.exit(0)\nall_of(2)\nstep(3)\ntime.sleep(0.2 * process)\nsys.exit(42)",
         "--processes=2",
@@ -249,7 +249,7 @@ def test_the_job_does_not_shrink_below_min_processes(launch):
 
 
 def test_the_process_that_failed_first_is_named(launch):
-    """Even where that one was seen to end first."""
+    """Even if another one was seen to end first."""
     launched = launch(
         "all_of(2)\nif process == 0: sys.exit(44)\ntime.sleep(0.3)\nraise KeyError('late')",
         "--processes=2",
@@ -260,7 +260,7 @@ def test_the_process_that_failed_first_is_named(launch):
 
 
 def test_nothing_that_a_process_started_outlives_it(launch, tmp_path):
-    """Its own children end with it, in an ordinary end too."""
+    """Its children end with it, also if it ends normally."""
     launched = launch(
         "import subprocess\nprint(subprocess.Popen(['sleep', '60']).pid)", "--processes=1"
     )
@@ -296,7 +296,7 @@ def test_nothing_in_another_session_outlives_the_job(tmp_path, end):
 
 
 def test_the_supervisor_does_not_import_jax(tmp_path):
-    """It would take 200 MB and a second, and start threads, for nothing that it does."""
+    """It would take 200 MB and a second, and start threads, without need."""
     script = tmp_path / "program.py"
     script.write_text("")
     look = (

@@ -1,4 +1,4 @@
-"""A training over real processes that fails, is named, and ends as if nothing had happened."""
+"""A training job whose processes fail is restarted, and ends as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def launched(tmp_path, fault, *options):
 
 
 def test_kills_leave_no_trace_in_the_weights(tmp_path):
-    """Killed at two steps and started again from the checkpoint, the weights are the same bits."""
+    """Killed at two steps and restarted from the checkpoint, the weights are bitwise the same."""
     undisturbed = launched(tmp_path, "none")
     killed = launched(tmp_path, "kill")
     said = [line for line in killed.stderr.splitlines() if line.startswith("distribute-jax: ")]
@@ -89,7 +89,7 @@ def test_kills_leave_no_trace_in_the_weights(tmp_path):
 
 @pytest.mark.exhaustive
 def test_the_exception_of_one_process_is_the_last_line(tmp_path):
-    """And none of what the others said when they were left alone."""
+    """And nothing that the others print afterwards."""
     done = launched(tmp_path, "raise", "--max-restarts=0")
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]

@@ -1,4 +1,4 @@
-"""What happens after an attempt, and the one line about a process that failed: by table."""
+"""The verdict after an attempt, and the line about a process that failed, by tables."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_verdict_follows_from_outcome_and_progress(case):
 
 
 def test_pauses_grow_until_there_is_progress():
-    """None after progress; then twice as long each time, up to a bound, and said in the line."""
+    """None after progress; otherwise doubled each time, up to a limit, and shown in the line."""
     assert [pause_after(i, 5.0) for i in range(6)] == [0, 1, 2, 4, 5, 5]
     assert pause_after(10_000, 30.0) == 30
     assert pause_after(3, 0.0) == 0
@@ -59,7 +59,7 @@ def test_pauses_grow_until_there_is_progress():
 
 
 def test_processes_killed_after_the_grace_period_are_named():
-    """It may have lost something."""
+    """They may have lost something."""
     text = decide(AttemptOutcome(stop_signal=15, killed=(2, 3)), Progress(), 3).text
     assert "killed after the grace period, or at a second signal: process 2, 3" in text
 
@@ -121,7 +121,7 @@ WORDS = {
 
 @pytest.mark.parametrize("case", WORDS)
 def test_the_end_of_a_process_is_one_line(case):
-    """Which, where, how, and how far it was; who was waited for stands first."""
+    """Which, where, how and at which step; the line begins with the awaited process."""
     ended, text = WORDS[case]
     assert str(ended).startswith(text if case == "hung" else "process 1 (pid 4 on a) ")
     assert text in str(ended)
@@ -145,12 +145,12 @@ STALE = ("WARNING:distribute_jax:model.d.rngs is not used", "x.py:3: UserWarning
 
 @pytest.mark.parametrize("wanted", OUTPUTS)
 def test_the_last_error_is_the_exception(wanted):
-    """Of the last traceback, or the last line."""
+    """That of the last traceback, or the last line."""
     assert last_error(OUTPUTS[wanted].splitlines()) == wanted
 
 
 @pytest.mark.parametrize("line", STALE)
 def test_ordinary_output_is_not_the_reason_of_a_failure(line):
-    """A process that ends without a word, as by ``os._exit(7)``, has left warnings and progress."""
+    """A process that ends without a message, as by ``os._exit(7)``, has printed warnings and progress."""
     assert last_error([line], has_begun=True) == ""
     assert last_error([line]) == (line if line == "loss 0.5" else "")

@@ -1,4 +1,4 @@
-"""Training loops in which a process goes wrong, for the tests of how a job ends."""
+"""Training loops in which a process fails, for the tests of how a job ends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def batch(strategy):
 
 
 def loop(steps):
-    """Trains; each process says when it began a step, so that a test can tell how long the end took."""
+    """Trains; each process prints when it began a step, so that a test knows how long the end took."""
     strategy = make_strategy()
     step, model = make_step(strategy)
     x = batch(strategy)
@@ -61,7 +61,7 @@ def loop(steps):
 
 
 def all_reduce_that_one_never_joins():
-    """Process 1 does not come to the step; the other says how long it waited, and with what it ended."""
+    """Process 1 does not run the step; the other prints how long it waited, and its error."""
     options = dj.experimental.CommunicationOptions(timeout_seconds=2)
     strategy = dj.MultiWorkerMirroredStrategy(
         communication_options=options, cluster_options=dj.ClusterOptions(step_seconds=60)

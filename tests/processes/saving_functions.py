@@ -1,4 +1,4 @@
-"""What the processes of a job do in the tests of saving and loading."""
+"""Programs of the processes for the tests of saving and loading."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def strategy_of(processes):
 
 
 def tree_of(strategy, seed=0):
-    """Everything that a checkpoint can hold: each kind of leaf where a job holds it."""
+    """Returns a tree with each kind of leaf, as a job stores it."""
     with strategy.scope():
         model = nnx.Linear(3, 2, rngs=nnx.Rngs(seed))
         optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
@@ -66,7 +66,7 @@ def train(strategy, tree, steps):
 
 
 def numbers(tree):
-    """All numbers of a tree, as this process reads them."""
+    """Returns all values of a tree, as this process reads them."""
     flat = {}
     for name in ("model", "optimizer"):
         for path, v in nnx.to_flat_state(nnx.state(tree[name])):
@@ -83,13 +83,13 @@ def numbers(tree):
 
 
 def whole(array):
-    """All of an array that is divided among the processes."""
+    """Returns the complete value of an array that is sharded over the processes."""
     to = jax.NamedSharding(array.sharding.mesh, jax.P())
     return np.asarray(jax.jit(lambda x: x, out_shardings=to)(array).addressable_data(0))
 
 
 def message(call):
-    """The class and the text of the error that a call raises."""
+    """Returns the class and the text of the error that a call raises."""
     try:
         call()
     except Exception as error:
@@ -98,7 +98,7 @@ def message(call):
 
 
 def loaded(folder, strategy):
-    """What a tree of other numbers holds after it was loaded."""
+    """Returns the values of a tree after loading."""
     tree = tree_of(strategy, seed=3)
     dj.checkpoint.load(folder, tree)
     return numbers(tree)
@@ -113,7 +113,7 @@ def pass_on(folder, name, saved):
 
 
 def keep_steps(folder, saved):
-    """Everything about managers, and what goes wrong, in one job."""
+    """All calls of managers, and their errors, in one job."""
     strategy, folder, me = strategy_of(2), Path(folder), jax.process_index()
     tree = tree_of(strategy, seed=3)
     dj.checkpoint.load(folder / saved, tree)
@@ -173,7 +173,7 @@ def keep_steps(folder, saved):
 
 
 def _damaged_on_1(step):
-    """Reads checkpoints as ever, but a step is damaged as process 1 sees it."""
+    """Makes a step look damaged to process 1."""
     real = _save_load.read_leaves
 
     def read(directory, name, manifest, slots):

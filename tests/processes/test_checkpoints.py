@@ -1,4 +1,4 @@
-"""The processes of a job save and load one checkpoint together, or fail together, and say why."""
+"""The processes of a job save and load one checkpoint together, or fail together with the same error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def two_by_two(saved):
 
 
 def test_a_checkpoint_of_one_process_continues_in_two(saved, two_by_two):
-    """Saved 1 × 4, loaded 2 × 2: every bit, and the next step is the one that one process takes."""
+    """Saved 1 × 4, loaded 2 × 2: every bit, and the next step equals that of one process."""
     folder, trained = saved
     wanted = saving_functions.loaded(folder / "alone", dj.OneDeviceStrategy("cpu:0"))
     for told in two_by_two:
@@ -76,7 +76,7 @@ def test_a_manager_keeps_the_same_steps_on_all_processes(two_by_two):
 
 
 def test_the_clock_of_process_0_decides(two_by_two):
-    """For process 1 it would be time to save, which alone it would wait with for ever."""
+    """By its own clock process 1 would save, and wait for the others forever."""
     assert [told["by the clock"] for told in two_by_two] == [[False, False]] * 2
 
 
@@ -99,7 +99,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("case", FAILURES)
 def test_an_error_of_one_process_is_raised_on_all(two_by_two, case: str):
-    """With one class and one reason, and nobody waits for the others."""
+    """With the same class and reason, and no process waits for another."""
     kind, texts = FAILURES[case]
     for told in two_by_two:
         assert told[case][0] == kind, told[case][1]

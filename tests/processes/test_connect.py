@@ -1,4 +1,4 @@
-"""What is decided before JAX connects the processes."""
+"""Decisions before JAX connects the processes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_accelerators_are_divided_among_processes_of_one_machine(
 def test_collectives_get_a_timeout_unless_the_user_set_one(
     given: str, flags: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    """XLA reads the flags when the backend starts; what stands there already stays."""
+    """XLA reads the flags when the backend starts; existing ones are kept."""
     monkeypatch.setenv("XLA_FLAGS", given)
     _connect._limit_collectives(7.2)
     assert set(os.environ["XLA_FLAGS"].split()) == flags

@@ -1,4 +1,4 @@
-"""Processes that diverge after their steps were compared end with the first difference."""
+"""Processes that diverge after their steps were compared exit with the first difference."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def runs_another_step():
 
 
 def differs_at_the_end():
-    """A program that has ended before anybody looked."""
+    """A program that has ended before the logs were compared."""
     strategy, add, *_ = prepared()
     strategy.run(add, args=(0.25 if on_process_1() else 0.125,))
 
 
 def stays_together():
-    """Whatever may change and is the same on all: numbers, writes, snapshots, steps in turn, reductions.
+    """All that may change equally on all: numbers, writes, snapshots, alternating steps, reductions.
 
     Variables get Python's own numbers too, and one step draws random numbers.
     """
@@ -109,7 +109,7 @@ def shuffles_otherwise():
 
 
 def ended(function):
-    """Runs two processes that are to fail, and returns what process 0 wrote."""
+    """Runs two processes that should fail, and returns the stderr of process 0."""
     results = LocalCluster(2, 1, timeout=90, grace=None).run(function, check=False)
     for result in results:
         assert result.exit_code not in (0, None), result.stderr
@@ -130,7 +130,7 @@ class Board(dict):
 
 
 def two_logs():
-    """Returns the logs of two processes that have done the same so far."""
+    """Returns the logs of two processes that are equal so far."""
     board = Board()
     logs = [ActionLog(index, 2, board) for index in range(2)]
     for log in logs:
@@ -168,7 +168,7 @@ def test_the_first_difference_is_reported_on_both():
 
 
 def test_a_process_that_waits_elsewhere_is_named_although_process_0_is_steps_ahead():
-    """Process 0 dispatches steps before the one that never ends; process 1 does nothing more."""
+    """Process 0 dispatches further steps, which never end; process 1 does nothing more."""
     first, second = two_logs()
     for number in range(3):
         first.record(f"runs step {number}")
@@ -199,7 +199,7 @@ def test_one_more_step_is_detected_at_the_end():
 
 @pytest.mark.exhaustive
 def test_a_value_that_differs_is_detected_while_the_job_runs():
-    """A host number is the same on all replicas by its nature; each process passes another one."""
+    """A host number is assumed to be equal on all replicas; each process passes another one."""
     text = ended(passes_another_number)
     assert "add with args[0] = 0.125" in text
     assert "= 0.25" in text
@@ -218,7 +218,7 @@ def test_a_value_that_differs_is_detected_while_the_job_runs():
     ],
 )
 def test_processes_that_diverge_name_the_first_difference(function, words):
-    """Values written between steps, other steps, and programs that end before anybody looked."""
+    """Values written between steps, other steps, and programs that end before a comparison."""
     text = ended(function)
     assert [word for word in words if word not in text] == []
 
@@ -236,7 +236,7 @@ def fitted():
 
 
 def waits_on_the_chief_alone():
-    """Process 0 waits for all, as to save weights, which is for all to do; process 1 trains on."""
+    """Process 0 waits for all, to save weights, which is a collective call; process 1 trains on."""
     model, strategy, batch = fitted()
     if dj.is_chief():
         strategy.barrier("saved")

@@ -1,4 +1,4 @@
-"""Arrays that are divided among the processes: each writes what it holds, and reads what it needs."""
+"""Arrays that are sharded over the processes: each writes its shards, and reads what it needs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def values(seed):
 
 
 def tree_of(strategy, seed, *, divided=True):
-    """Divided arrays of several kinds and mirrored ones; or the same, all mirrored."""
+    """Sharded arrays of several kinds and mirrored ones; or the same, all mirrored."""
     host, data = values(seed), ("data",) if divided else ()
     own = jax.NamedSharding(strategy.mesh, jax.P(*data))
     key_data = placed(strategy, host["keys"], *data)
@@ -74,7 +74,7 @@ def numbers(tree):
 
 
 def is_as(tree, seed):
-    """Whether a tree holds the numbers of a seed, and every array is placed as before."""
+    """Returns whether a tree has the values of a seed, and every array its former sharding."""
     found, wanted = numbers(tree), values(seed)
     return tree["step"] == seed and all(np.array_equal(found[k], wanted[k]) for k in wanted)
 
@@ -104,7 +104,7 @@ def only_on(process, context):
 
 @contextmanager
 def full_disk():
-    """No file may be larger than a limit, which a program sees as it sees a full disk."""
+    """Limits the size of files, which a program sees as a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, before[1]))
     yield
@@ -120,7 +120,7 @@ def no_rights():
 
 
 def restored(manager, tree):
-    """The step that was restored, the damage that was told, and what the tree holds."""
+    """Returns the step that was restored, the warnings, and the values of the tree."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step = manager.restore_latest(tree)
@@ -219,7 +219,7 @@ def killed_as_it_writes(directory):
 
 
 def load_in_four(folder, name):
-    """Loads what two processes saved in four, and says what this one read."""
+    """Loads in four processes what two saved, and returns what this one read."""
     strategy = strategy_of(4)
     tree = tree_of(strategy, 5)
     with seen_reads() as names:
@@ -240,7 +240,7 @@ def two_by_two(folder):
 
 
 def test_each_process_writes_its_parts_and_reads_them_alone(two_by_two):
-    """By the names of the files: the leaf, and where its part begins."""
+    """By the names of the files: the leaf, and the start of the part."""
     names = {"columns": 0, "keys": 1, "same": 2, "step": 3, "table": 4, "tiny": 5}
     for me, told in enumerate(two_by_two):
         for leaf, rows in (("table", (0, 2, 4, 6)), ("keys", (0, 1, 2, 3))):
@@ -292,7 +292,7 @@ def test_four_processes_read_a_quarter_each(folder, two_by_two):
 
 
 def test_damage_in_the_part_of_one_process_sets_the_step_aside_for_all(two_by_two):
-    """Process 1 finds it; both go to the step before, with one warning."""
+    """Process 1 detects it; both restore the step before, with one warning."""
     first, second = two_by_two
     for told in two_by_two:
         assert told["damaged"][0] == 1
@@ -304,7 +304,7 @@ def test_damage_in_the_part_of_one_process_sets_the_step_aside_for_all(two_by_tw
 
 
 def test_nobody_waits_for_a_process_that_is_killed_while_it_writes(tmp_path):
-    """The other ends by itself; the step before is whole, and the next save removes what is left over."""
+    """The other exits; the step before is complete, and the next save removes what is left over."""
     cluster = LocalCluster(2, 1, timeout=60, grace=None)
     results = cluster.run(killed_as_it_writes, str(tmp_path / "steps"), check=False)
     assert results[1].signal == "SIGKILL"
@@ -334,7 +334,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("case", FAILURES)
 def test_a_write_error_of_one_process_is_raised_on_all(two_by_two, case: str):
-    """One class, who it was and why; nothing is left over, older steps count, the next save works."""
+    """With the same class, the process and the reason; nothing is left over, and the next save works."""
     for told in two_by_two:
         if case == "no rights" and os.getuid() != 0:
             assert case not in told  # nobody but root can drop rights and take them back

@@ -1,4 +1,4 @@
-"""How a process ends: its exit code, and which process left, gave up or failed first."""
+"""How a process exits: its code, and which process finished, gave up or failed first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from distribute_jax.testing import LocalCluster
 
 
 def left_by_sys_exit(status):
-    """Process 1 catches one exit, and leaves by another between two steps."""
+    """Process 1 catches one exit, and ends by another between two steps."""
     strategy = fault_functions.make_strategy()
     step, _ = fault_functions.make_step(strategy)
     x = fault_functions.batch(strategy)
@@ -38,7 +38,7 @@ def left_by_sys_exit(status):
 
 
 def caught_exits_are_none():
-    """Catches an exit in the middle of the job, and comes to its end."""
+    """Catches an exit in the middle of the job, and ends normally."""
     strategy = fault_functions.make_strategy()
     with contextlib.suppress(SystemExit):
         sys.exit(5)
@@ -47,7 +47,7 @@ def caught_exits_are_none():
 
 
 def later_than_the_others_waited():
-    """Process 0 comes to a barrier when process 1 has given up; both go on together."""
+    """Process 0 reaches a barrier when process 1 has given up; both continue together."""
     strategy = fault_functions.make_strategy()
     time.sleep(4 * (jax.process_index() == 0))
     said = ""
@@ -75,7 +75,7 @@ def reduce_by_one():
 
 
 def one_is_stopped():
-    """Process 1 is stopped for good; JAX counts it as dead before the step's time is over."""
+    """Process 1 is stopped forever; JAX counts it as dead before the step's timeout."""
     strategy = fault_functions.make_strategy(step_seconds=30.0, heartbeat_seconds=6)
     strategy.barrier("here")
     if jax.process_index():

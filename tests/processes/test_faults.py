@@ -42,7 +42,7 @@ def ended_within(results: list[ProcessResult], limit: float) -> None:
 
 
 def test_an_exception_ends_all_processes_with_its_text():
-    """Test 12: the error is the last output, and the other process names the one that raised it."""
+    """The error is the last output, and the other process names the one that raised it."""
     results = run(fault_functions.loop, 50, environment={"BAD_BATCH": "1"})
     ended_within(results, 2.0)
     assert [r.exit_code for r in results] == [44, 1]
@@ -54,7 +54,7 @@ def test_an_exception_ends_all_processes_with_its_text():
 
 @pytest.mark.exhaustive
 def test_a_process_that_hangs_is_named_and_shows_its_stack():
-    """Test 9: no progress for step_seconds; all exit, with what each is doing and the line that hangs."""
+    """No progress for step_seconds; all exit, with what each is doing and the line that hangs."""
     results = run(fault_functions.loop, 50, faults=[Fault("stall", process=1, at_step=5)])
     ended_within(results, fault_functions.STEP_SECONDS)
     assert all(r.exit_code in (1, 43, 44) for r in results)
@@ -64,7 +64,7 @@ def test_a_process_that_hangs_is_named_and_shows_its_stack():
 
 @pytest.mark.exhaustive
 def test_a_collective_that_one_process_never_joins_ends_in_time():
-    """Case 134: with a timeout of 2 s the process raises after 2 to 3 s instead of hanging."""
+    """With a timeout of 2 s the process raises after 2 to 3 s instead of hanging."""
     results = run(fault_functions.all_reduce_that_one_never_joins)
     total, seconds, text = results[0].value
     assert total == 2.0
@@ -74,7 +74,7 @@ def test_a_collective_that_one_process_never_joins_ends_in_time():
 
 @pytest.mark.exhaustive
 def test_a_process_that_holds_the_gil_is_named_too():
-    """Test 10: its own watchdog cannot run; the others end, and it ends with them."""
+    """Its own watchdog cannot run; the others end, and it ends with them."""
     results = run(fault_functions.loop, 50, faults=[Fault("hold_gil", process=1, at_step=5)])
     ended_within(results, 2 * fault_functions.STEP_SECONDS + 3)
     assert re.search(HANGS, results[0].stderr)
@@ -83,7 +83,7 @@ def test_a_process_that_holds_the_gil_is_named_too():
 
 @pytest.mark.exhaustive
 def test_a_process_that_is_stopped_for_a_while_goes_on():
-    """Test 11: after 2 s of SIGSTOP the job ends with the weights of one that was not disturbed."""
+    """After 2 s of SIGSTOP the job ends with the weights of one that was not disturbed."""
     undisturbed = run(fault_functions.loop, 12)
     stopped = run(
         fault_functions.loop, 12, faults=[Fault("stop", process=1, at_step=5, seconds=2.0)]
@@ -113,7 +113,7 @@ def test_a_process_that_finishes_early_is_named():
 
 @pytest.mark.exhaustive
 def test_steps_that_differ_between_processes_are_an_error_before_they_run():
-    """Test 17: another rate, width, value, constant, shape: both values are shown, on both processes."""
+    """Another rate, width, value, constant, shape: both values are shown, on both processes."""
     results = run(fault_functions.differing)
     first, second = (r.value for r in results)
     assert first == second
@@ -141,7 +141,7 @@ def test_a_process_that_is_late_at_a_barrier_is_named():
 
 @pytest.mark.exhaustive
 def test_a_process_that_never_comes_is_named_with_an_exception():
-    """Test 16: no abort from C++, and within the timeout."""
+    """No abort from C++, and within the timeout."""
     results = run(fault_functions.missing)
     assert results[0].exit_code == 1
     assert "1 of 2 processes have not come within 2 s: process 1" in results[0].stderr
@@ -158,7 +158,7 @@ def test_a_strategy_made_too_late_says_what_to_do():
 
 @pytest.mark.exhaustive
 def test_a_second_job_on_the_same_port_leaves_the_first_alone():
-    """Test 15: plain JAX would end the running job; here the new one is refused with the port."""
+    """Plain JAX would end the running job; here the new one is refused with the port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"

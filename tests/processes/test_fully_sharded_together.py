@@ -1,4 +1,4 @@
-"""``FullyShardedStrategy`` over processes: the numbers of one, and on each device a share of the model."""
+"""``FullyShardedStrategy`` over processes: the values of one process, and shards on each device."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def train(strategy, tree, sizes=SIZES, options=None):
 
 
 def numbers(strategy, tree):
-    """Every floating array, whole; all processes call this together."""
+    """Returns every floating array, complete; a collective call."""
     leaves = jax.tree.leaves(strategy.experimental_local_results(nnx.state(tree))[0])
     return [np.asarray(x) for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
 
@@ -244,7 +244,7 @@ def test_processes_train_as_one_from_the_values_of_process_0(alone, told):
 
 @pytest.mark.exhaustive
 def test_every_device_keeps_its_share(told, processes):
-    """Of the state a device keeps its share, and the whole of small arrays only."""
+    """A device stores its shards of the state, and complete small arrays only."""
     for process in told:
         whole = process["bytes"]["whole"]
         assert len(process["bytes"]["devices"]) == 2
@@ -268,7 +268,7 @@ def test_checkpoints_go_from_a_job_to_one_process_and_back(alone, told):
 
 @pytest.mark.exhaustive
 def test_each_process_is_a_group(alone, processes):
-    """With shard_over=2 each process has all of the model, half on each device; numbers are those of one."""
+    """With shard_over=2 each process has the complete model, half on each device; values are those of one."""
     folder, trained, later = alone
     for result in LocalCluster(processes, 2, timeout=180).run(train_in_groups, str(folder)):
         told = result.value
@@ -294,7 +294,7 @@ def test_fit_reads_weights_that_no_process_has(processes, tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_sharded_parameter_that_one_process_writes_is_detected():
-    """A value that differs between the processes is named although it is divided afterwards."""
+    """A value that differs between the processes is named although it is sharded afterwards."""
     with pytest.raises(dj.ProcessFailedError, match=r"(?s)embedding.*written between steps"):
         LocalCluster(2, 1, timeout=120).run(write_another_value)
 

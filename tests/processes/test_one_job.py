@@ -185,7 +185,7 @@ def steps():
 
 @pytest.mark.exhaustive
 def test_values_reductions_and_gathers_are_those_of_all_processes(two_by_two):
-    """Case 22: each process makes and sees its own replicas' values; what is combined is the same on all."""
+    """Each process makes and sees its own replicas' values; what is combined is the same on all."""
     first, second = two_by_two
     assert (first["task"], second["task"]) == (("worker", 0, 2), ("worker", 1, 2))
     assert (first["chief"], second["chief"]) == (True, False)
@@ -199,7 +199,7 @@ def test_values_reductions_and_gathers_are_those_of_all_processes(two_by_two):
 
 
 def test_first_values_that_differ_become_those_of_process_0(two_by_two):
-    """Case 70: 5 and 6 become 5 on both, and so do weights of other seeds; one warning for each, on one
+    """5 and 6 become 5 on both, and so do weights of other seeds; one warning for each, on one
     process, names the first leaf."""
     first, second = two_by_two
     assert first["late"] == second["late"] == 5.0

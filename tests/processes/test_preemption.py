@@ -83,7 +83,7 @@ def never_polls(directory):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("process", [0, 1])
 def test_all_save_at_one_step_and_go_on_at_the_next_example(process: int, tmp_path: Path):
-    """Test 6: agreed exit code, one checkpoint, and bitwise the weights of an uninterrupted job."""
+    """Agreed exit code, one checkpoint, and bitwise the weights of an uninterrupted job."""
     cluster = LocalCluster(2, 1, timeout=60, grace=None)
     told = cluster.run(
         loop,
@@ -104,7 +104,7 @@ def test_all_save_at_one_step_and_go_on_at_the_next_example(process: int, tmp_pa
 
 @pytest.mark.exhaustive
 def test_sigterm_ends_a_job_without_a_preemptible_loop_at_once(tmp_path: Path):
-    """Test 8: SIGTERM ends the process that gets it, and the other ends with it; plain JAX would go on."""
+    """SIGTERM ends the process that gets it, and the other ends with it; plain JAX would go on."""
     results = LocalCluster(2, 1, timeout=40, grace=None).run(
         never_polls, str(tmp_path), faults=[Fault("terminate", process=1, at_step=5)], check=False
     )

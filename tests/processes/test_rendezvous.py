@@ -89,7 +89,7 @@ def test_all_continue_together_and_know_each_other():
 
 
 def test_missing_processes_are_named_on_all_that_connected():
-    """Test 16: a Python exception within the timeout, not an abort from C++."""
+    """A Python exception within the timeout, not an abort from C++."""
     address = f"127.0.0.1:{free_port()}"
     start = time.monotonic()
     errors = together(chief(address, 4, 0.6), other(address, 2, 4, 0.6))
@@ -124,7 +124,7 @@ def test_nobody_at_the_address_of_process_0_is_reported_with_host_and_port():
     ],
 )
 def test_processes_that_disagree_get_an_error_with_key_and_both_values(facts: Any, text: str):
-    """Test 17: on every process, including late ones."""
+    """On every process, including late ones."""
     address = f"127.0.0.1:{free_port()}"
 
     def late() -> Any:
@@ -178,7 +178,7 @@ def test_a_process_that_died_while_waiting_can_be_restarted():
 
 
 def test_a_port_in_use_is_named_at_once_on_all():
-    """Test 15: a silent listener, also one that would share its port as gRPC does."""
+    """A silent listener, also one that would share its port as gRPC does."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(("127.0.0.1", 0))

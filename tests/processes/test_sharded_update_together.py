@@ -20,7 +20,7 @@ X = np.random.default_rng(0).normal(size=(8, 16, 64)).astype(np.float32)
 
 
 def tree_of(strategy):
-    """A model, and an optimizer whose state is divided, but for the bias."""
+    """A model, and an optimizer whose state is sharded, except for the bias."""
     with strategy.scope():
         model = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
         tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01))
