@@ -227,7 +227,7 @@ def test_ten_steps_are_those_of_one_process_and_of_one_device(steps):
 
 @pytest.mark.exhaustive
 def test_two_workers_read_the_values_of_the_reference():
-    """Cases 93, 95, 96, 99, 107 and the limits of FILE; sources that end, differ or fail on one process."""
+    """The cases of two workers, the limits of FILE, and sources that end, differ or fail on one process."""
     first, second = (result.value for result in LocalCluster(2, 1).run(read))
     rows = {
         "93 data": ([[0, 1], [4, 5], [8, 9], [12, 13]], [[2, 3], [6, 7], [10, 11], [14, 15]]),
