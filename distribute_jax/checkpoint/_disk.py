@@ -41,7 +41,6 @@ class DiskDirectory:
         return str(self.place)
 
     def path_of(self, name: str) -> str:
-        """Returns the full path of a checkpoint, for messages."""
         return str(self.place / name)
 
     def names(self) -> list[str]:
@@ -272,7 +271,6 @@ def _digest(path: Path, largest: int | None) -> str:
 
 
 def sync_all(folder: Path) -> None:
-    """Calls fsync for a folder and everything below it."""
     for path in [*folder.rglob("*"), folder]:
         sync(path)
 

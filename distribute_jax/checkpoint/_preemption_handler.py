@@ -37,8 +37,6 @@ _PRODUCT_NAME = Path("/sys/class/dmi/id/product_name")
 """Where Linux shows the kind of machine. Asking the metadata server would cost other machines a timeout."""
 _COMPUTE_ENGINE_GRACE_SECONDS = 3600.0
 """How long before it stops a VM with GPUs Compute Engine announces that."""
-_MAINTENANCE_EVENT = "/instance/maintenance-event"
-_METADATA_SECONDS = 5.0
 _LOG = logging.getLogger("distribute_jax")
 
 
@@ -47,8 +45,7 @@ class TerminationConfig:
     """How :class:`PreemptionCheckpointHandler` notices that a process will be ended, and what it does then.
 
     An argument that is None has the default of the platform. On a Google Compute Engine VM with GPUs the
-    metadata server announces an hour before that the host will be stopped for maintenance; the defaults
-    there use that hour. The end of any other machine is noticed by SIGTERM.
+    defaults use the hour between the metadata server's notice of maintenance and the stop of the host.
 
     Args:
         termination_watcher_fn: called each second in another thread; True means that this process will be
@@ -256,7 +253,7 @@ def _has_gpu() -> bool:
 def _maintenance_watcher() -> Callable[[], bool] | None:
     """Returns a function that asks whether this VM will be stopped; None without ``requests``."""
     try:
-        server = metadata_server(_METADATA_SECONDS)
+        server = metadata_server(timeout=5.0)
     except MissingPackageError as error:
         _LOG.warning("Maintenance of this Compute Engine VM will not be noticed. %s", error)
         return None
@@ -265,11 +262,12 @@ def _maintenance_watcher() -> Callable[[], bool] | None:
     def will_be_stopped() -> bool:
         nonlocal has_warned
         try:
-            return server.text(_MAINTENANCE_EVENT).strip() == "TERMINATE_ON_HOST_MAINTENANCE"
+            event = server.text("/instance/maintenance-event").strip()
         except ServiceError as error:  # it may answer at the next poll
             if not has_warned:
                 _LOG.warning("Maintenance of this VM is not noticed at present: %s", error)
             has_warned = True
             return False
+        return event == "TERMINATE_ON_HOST_MAINTENANCE"
 
     return will_be_stopped

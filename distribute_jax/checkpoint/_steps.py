@@ -48,7 +48,6 @@ def read_step(directory: Directory, step: int) -> Manifest:
 
 
 def complete(directory: Directory) -> list[int]:
-    """Returns the complete steps, in ascending order."""
     steps = []
     for step in folders(directory):
         with suppress(CheckpointDamagedError):
@@ -105,13 +104,7 @@ class Preemptible:
         step: the number of finished steps, over all starts of the program.
     """
 
-    def __init__(
-        self,
-        manager: Any,
-        tree: Any,
-        iterator: Any,
-        preemption: Preemption,
-    ) -> None:
+    def __init__(self, manager: Any, tree: Any, iterator: Any, preemption: Preemption) -> None:
         if not any(value is iterator for value in tree.values()):
             if "iterator" in tree:
                 raise ArgumentError(

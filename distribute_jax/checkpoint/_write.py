@@ -81,11 +81,6 @@ class Draft:
     pieces: list[Piece]
     made_by: Mapping[str, Any]
 
-    @property
-    def bytes(self) -> int:
-        """The size of the pieces before Orbax compresses them."""
-        return sum(piece.data.nbytes for piece in self.pieces)
-
     def note(self, process: int) -> str:
         """Returns the path of the file in which a process lists, for the chief, what it has written."""
         return f"{self.directory.notes_folder(self.name, self.token)}/{process}.part"
@@ -170,9 +165,10 @@ def _explained_errors(draft: Draft) -> Iterator[None]:
         text = error_text(error)  # Orbax puts the system's message at its end
         text = text if len(text) < 300 else f"{text[:100]} … {text[-200:]}"
         reason = f"{type(error).__name__}: {text}"
+        size = sum(piece.data.nbytes for piece in draft.pieces)
         raise CheckpointFileError(
             f"The checkpoint {draft.directory.path_of(draft.name)} could not be written: {reason}\nIt needs "
-            f"{draft.bytes} bytes{left}. Nothing of it was left behind, and older checkpoints are as they "
+            f"{size} bytes{left}. Nothing of it was left behind, and older checkpoints are as they "
             "were. Make room, or save to another directory."
         ) from error
 

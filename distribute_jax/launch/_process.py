@@ -189,7 +189,6 @@ class ChildProcess:
         self.code: int | None = None
         """Once it has ended, the exit code, or minus the number of a signal."""
         self.seconds = 0.0
-        """Once it has ended, how long it ran."""
         self.has_ended = threading.Event()
         self._start = time.monotonic()
         self._on_exit = on_exit

@@ -244,7 +244,6 @@ class ExitHandler:
             say(_failure_text(cause, activity().step))
 
     def _cause(self) -> str | None:
-        """Waits a moment for the failure of another process."""
         deadline = time.monotonic() + _CAUSE_SECONDS
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             while time.monotonic() < deadline:
@@ -353,7 +352,6 @@ class Watchdog:
             )
 
     def _limit(self, phase: str, *, some_finished: bool) -> tuple[str, float]:
-        """Returns the name of the option that limits a phase, and the limit in seconds."""
         options = self._job.options
         if phase.startswith((COMPILING, RESTORING)):
             return "step_seconds", options.step_seconds * _COMPILING_FACTOR

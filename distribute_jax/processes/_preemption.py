@@ -51,9 +51,7 @@ class Preemption:
     ) -> None:
         self._grace = grace_seconds
         self._watcher = termination_watcher_fn
-        self._watcher_grace = (
-            grace_seconds if watcher_grace_seconds is None else watcher_grace_seconds
-        )
+        self._watcher_grace = watcher_grace_seconds or grace_seconds
         self._job = current_job()
         self._folder = f"preempt/{next(_blocks)}/"
         self._changed = threading.Condition()

@@ -56,13 +56,11 @@ class Handshake:
     )
 
     def line(self) -> bytes:
-        """Returns the message, one line of JSON."""
         fields = [self.process, dict(self.facts), self.job, self.info.host, self.info.pid]
         return json.dumps(fields).encode() + b"\n"
 
     @classmethod
     def read(cls, line: bytes) -> Handshake:
-        """Parses such a line; raises a ValueError for anything else."""
         try:
             process, facts, job, host, pid = json.loads(line)
             texts = {str(key): str(value) for key, value in facts.items()}
