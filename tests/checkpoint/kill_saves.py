@@ -77,10 +77,10 @@ def trial(directory: Path, saves: int, part: float) -> str:
         time.sleep(part * (times[-1] - times[len(times) - 2]))
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
-        told = [line.strip() for line in lines]  # an error of the child, or one more save
-    failed = not all(line.startswith(("restored ", "saving ")) for line in found + told)
+        more = [line.strip() for line in lines]  # an error of the child, or one more save
+    failed = not all(line.startswith(("restored ", "saving ")) for line in found + more)
     left = sum(path.name.endswith(".saving") for path in directory.iterdir())
-    return f"failed: {' '.join(found + told)}" if failed else f"{found[0]} left {left}"
+    return f"failed: {' '.join(found + more)}" if failed else f"{found[0]} left {left}"
 
 
 if __name__ == "__main__":

@@ -127,10 +127,10 @@ def outcome(directory: Path, damage: Damage, file: str, seed: int) -> str:
         return "silently wrong"
     if step == 2:
         return "harmless" if not aside and not caught else "set aside without need"
-    told = len(caught) == 1 and "step 2 is damaged and was set aside as 2.damaged" in str(
+    is_warned = len(caught) == 1 and "step 2 is damaged and was set aside as 2.damaged" in str(
         caught[0].message
     )
-    return "found" if step == 1 and aside and told else "not told"
+    return "found" if step == 1 and aside and is_warned else "not warned"
 
 
 @pytest.mark.exhaustive

@@ -102,13 +102,13 @@ def test_several_steps_in_one_dispatch_are_never_divided(tmp_path: Path):
     """``run_steps`` takes its batches at once: those that were taken and not run would be lost."""
     strategy = dj.MirroredStrategy([0, 1])
     totals = []
-    for told in (True, False):
+    for is_preempted in (True, False):
         loop = Loop(strategy)
         manager = dj.CheckpointManager(tmp_path)
         try:
             with manager.preemptible({"total": loop.total}, loop.iterator) as block:
                 while True:
-                    if told and block.step == 4:
+                    if is_preempted and block.step == 4:
                         os.kill(os.getpid(), signal.SIGTERM)
                         time.sleep(0.2)
                     strategy.run_steps(loop.step, loop.iterator, steps=4)
@@ -189,7 +189,7 @@ manager = dj.CheckpointManager(sys.argv[1])
 with manager.preemptible({"x": np.zeros(1)}, iterator, grace_seconds=1.0) as loop:
     next(iterator)
     os.kill(os.getpid(), signal.SIGTERM)
-    print("told", flush=True)
+    print("preempted", flush=True)
     time.sleep(60)
 """
 

@@ -169,11 +169,11 @@ def test_another_threads_error_is_still_printed_during_a_save(
     """Only the threads of Orbax are quiet, whose error save raises."""
     import threading
 
-    told: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", told.append)
+    printed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
     with _orbax._silenced():
         thread = threading.Thread(target=failing(errno.EIO), name="of the user")
         thread.start()
         thread.join()
-    assert [args.thread.name for args in told] == ["of the user"]
-    assert threading.excepthook == told.append
+    assert [args.thread.name for args in printed] == ["of the user"]
+    assert threading.excepthook == printed.append

@@ -108,7 +108,7 @@ def differing():
         ),
         mesh,
     )
-    told = []
+    outcome = []
     for step, args in (
         (make_step(strategy, rate=0.1 * (1 + me))[0], (x,)),
         (make_step(strategy, width=2 + me)[0], (x,)),
@@ -117,12 +117,12 @@ def differing():
         (lambda x, rows: x.sum() + rows.sum(), (x, rows)),
     ):
         try:
-            told.append(str(strategy.run(step, args=args)))
+            outcome.append(str(strategy.run(step, args=args)))
         except dj.ProcessesDifferError as error:
-            told.append(str(error))
+            outcome.append(str(error))
     # Whoever goes on after such an error finds a strategy that works.
-    told.append(float(strategy.reduce("sum", strategy.run(lambda: jax.numpy.ones(())))))
-    return told
+    outcome.append(float(strategy.reduce("sum", strategy.run(lambda: jax.numpy.ones(())))))
+    return outcome
 
 
 def missing():

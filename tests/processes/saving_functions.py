@@ -117,59 +117,61 @@ def keep_steps(folder, saved):
     strategy, folder, me = strategy_of(2), Path(folder), jax.process_index()
     tree = tree_of(strategy, seed=3)
     dj.checkpoint.load(folder / saved, tree)
-    told = {"loaded": numbers(tree)}
+    outcome = {"loaded": numbers(tree)}
     dj.checkpoint.save(folder / "two by two", tree)
     train(strategy, tree, 1)
-    told["trained"] = numbers(tree)
+    outcome["trained"] = numbers(tree)
     tree = tree_of(strategy)
     manager = dj.CheckpointManager(folder / "steps", max_to_keep=2)
-    told["first"] = manager.restore_latest(tree)
+    outcome["first"] = manager.restore_latest(tree)
     wanted = []
     for step in (1, 2, 3):
         train(strategy, tree, 1)
         wanted.append(numbers(tree))
-        told[f"saved {step}"] = manager.save(step, tree)
-    told["steps"] = manager.all_steps()
-    told["again"] = message(lambda: manager.save(3, tree))
+        outcome[f"saved {step}"] = manager.save(step, tree)
+    outcome["steps"] = manager.all_steps()
+    outcome["again"] = message(lambda: manager.save(3, tree))
     other = tree_of(strategy, 5)
     with (
         mock.patch.object(_save_load, "read_leaves", _damaged_on_1(3)),
         warnings.catch_warnings(record=True) as w,
     ):
         warnings.simplefilter("always")
-        told["restored"] = manager.restore_latest(other)
-    told["warnings"] = [str(one.message) for one in w if "damaged" in str(one.message)]
-    told["as saved"] = _equal(numbers(other), wanted[1])
-    told["left"] = manager.all_steps()
+        outcome["restored"] = manager.restore_latest(other)
+    outcome["warnings"] = [str(one.message) for one in w if "damaged" in str(one.message)]
+    outcome["as saved"] = _equal(numbers(other), wanted[1])
+    outcome["left"] = manager.all_steps()
 
     timed = dj.CheckpointManager(folder / "timed", every_minutes=1000.0)
     timed._schedule._time -= 100_000 * me  # on process 1 it would be time
-    told["by the clock"] = [timed.save(step, tree) for step in (1, 2)]
+    outcome["by the clock"] = [timed.save(step, tree) for step in (1, 2)]
 
-    told["differ"] = message(lambda: dj.checkpoint.save(folder / "no", {"a": 1, "b": {"me": me}}))
-    told["more"] = message(
+    outcome["differ"] = message(
+        lambda: dj.checkpoint.save(folder / "no", {"a": 1, "b": {"me": me}})
+    )
+    outcome["more"] = message(
         lambda: dj.checkpoint.save(folder / "no", dict.fromkeys("ab"[: 1 + me], 1))
     )
-    told["unlike"] = message(lambda: [manager.all_steps, manager.wait][me]())
+    outcome["unlike"] = message(lambda: [manager.all_steps, manager.wait][me]())
     with mock.patch.object(_agreement, "VISIBILITY_SECONDS", 0.2):
         apart = dj.CheckpointManager(folder / f"of process {me}")
-        told["apart"] = message(lambda: apart.save(1, tree))
-        told["apart, at first"] = message(lambda: apart.restore_latest(tree))
+        outcome["apart"] = message(lambda: apart.save(1, tree))
+        outcome["apart, at first"] = message(lambda: apart.restore_latest(tree))
     (folder / "full").mkdir(exist_ok=True)
     (folder / "full" / "notes.txt").write_text("mine")
-    told["chief"] = message(lambda: dj.checkpoint.save(folder / "full", tree))
+    outcome["chief"] = message(lambda: dj.checkpoint.save(folder / "full", tree))
     broken = dj.CheckpointManager(folder / "broken")
     broken.save(1, tree)
     broken.wait()
     if me == 0:
         shutil.rmtree(folder / "broken")
         (folder / "broken").write_text("a file")
-    told["returns"] = broken.save(2, tree, force=True)
-    told["later"] = message(broken.wait)
-    told["missing"] = message(lambda: dj.checkpoint.load(folder / "nowhere", tree))
-    told["no step"] = message(lambda: manager.restore(9, tree))
-    told["still"] = _equal(numbers(tree), wanted[-1])
-    return told
+    outcome["returns"] = broken.save(2, tree, force=True)
+    outcome["later"] = message(broken.wait)
+    outcome["missing"] = message(lambda: dj.checkpoint.load(folder / "nowhere", tree))
+    outcome["no step"] = message(lambda: manager.restore(9, tree))
+    outcome["still"] = _equal(numbers(tree), wanted[-1])
+    return outcome
 
 
 def _damaged_on_1(step):

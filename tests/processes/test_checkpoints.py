@@ -26,7 +26,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_by_two(saved):
-    """What two processes with two devices each told, after they loaded what one process saved."""
+    """The results of two processes with two devices each, after they loaded what one process saved."""
     cluster = LocalCluster(2, 2, timeout=100)
     return [r.value for r in cluster.run(saving_functions.keep_steps, str(saved[0]), "alone")]
 
@@ -35,11 +35,11 @@ def test_a_checkpoint_of_one_process_continues_in_two(saved, two_by_two):
     """Saved 1 × 4, loaded 2 × 2: every bit, and the next step equals that of one process."""
     folder, trained = saved
     wanted = saving_functions.loaded(folder / "alone", dj.OneDeviceStrategy("cpu:0"))
-    for told in two_by_two:
+    for outcome in two_by_two:
         for name, value in wanted.items():
-            np.testing.assert_array_equal(told["loaded"][name], value, name)
+            np.testing.assert_array_equal(outcome["loaded"][name], value, name)
             np.testing.assert_allclose(
-                told["trained"][name], trained[name], 1e-5, 1e-6, err_msg=name
+                outcome["trained"][name], trained[name], 1e-5, 1e-6, err_msg=name
             )
 
 
@@ -54,21 +54,21 @@ def test_a_checkpoint_of_two_processes_is_loaded_by_four_and_back(saved, two_by_
         saving_functions.loaded(folder / "four by one", strategy)
         for strategy in (saving_functions.strategy_of(1), dj.OneDeviceStrategy("cpu:0"))
     ]
-    for told in [*(result.value for result in four), *alone]:
+    for outcome in [*(result.value for result in four), *alone]:
         for name, value in wanted.items():
-            np.testing.assert_array_equal(told[name], value, name)
+            np.testing.assert_array_equal(outcome[name], value, name)
 
 
 def test_a_manager_keeps_the_same_steps_on_all_processes(two_by_two):
     """The directory is one; a step that process 1 finds damaged is set aside for both, with one warning."""
-    for told in two_by_two:
-        assert told["first"] is None
-        assert [told[f"saved {step}"] for step in (1, 2, 3)] == [True] * 3
-        assert told["steps"] == [2, 3]
-        assert told["restored"] == 2
-        assert told["as saved"]
-        assert told["left"] == [2]
-        assert told["still"], "errors have changed the tree"
+    for outcome in two_by_two:
+        assert outcome["first"] is None
+        assert [outcome[f"saved {step}"] for step in (1, 2, 3)] == [True] * 3
+        assert outcome["steps"] == [2, 3]
+        assert outcome["restored"] == 2
+        assert outcome["as saved"]
+        assert outcome["left"] == [2]
+        assert outcome["still"], "errors have changed the tree"
     first, second = two_by_two
     assert "step 3 is damaged and was set aside as 3.damaged" in first["warnings"][0]
     assert "process 1" in first["warnings"][0]
@@ -77,7 +77,7 @@ def test_a_manager_keeps_the_same_steps_on_all_processes(two_by_two):
 
 def test_the_clock_of_process_0_decides(two_by_two):
     """By its own clock process 1 would save, and wait for the others forever."""
-    assert [told["by the clock"] for told in two_by_two] == [[False, False]] * 2
+    assert [outcome["by the clock"] for outcome in two_by_two] == [[False, False]] * 2
 
 
 FAILURES = {
@@ -101,7 +101,7 @@ FAILURES = {
 def test_an_error_of_one_process_is_raised_on_all(two_by_two, case: str):
     """With the same class and reason, and no process waits for another."""
     kind, texts = FAILURES[case]
-    for told in two_by_two:
-        assert told[case][0] == kind, told[case][1]
+    for outcome in two_by_two:
+        assert outcome[case][0] == kind, outcome[case][1]
         for text in texts:
-            assert text in told[case][1]
+            assert text in outcome[case][1]

@@ -289,6 +289,6 @@ def test_processes_that_run_the_same_steps_exit_normally():
 
 @pytest.mark.exhaustive
 def test_different_batches_are_a_warning():
-    """Under the default policy every process reads the same batches, or is told that it does not."""
-    told = [r.value for r in LocalCluster(2, 1).run(shuffles_otherwise)]
-    assert [len(of_process) for of_process in told] == [1, 0]
+    """Under the default policy every process reads the same batches, or a warning says that it does not."""
+    outcome = [r.value for r in LocalCluster(2, 1).run(shuffles_otherwise)]
+    assert [len(of_process) for of_process in outcome] == [1, 0]

@@ -130,38 +130,38 @@ def restored(manager, tree):
 def save_divided(folder):
     """Everything in one job of two processes with two devices each."""
     strategy, folder, me = strategy_of(2), Path(folder), jax.process_index()
-    told = {}
+    outcome = {}
     with mock.patch.object(
         _write, "_MIN_BYTES_PER_WRITER", 600
     ):  # so that process 1 takes some of the mirrored ones
         dj.checkpoint.save(folder / "parts", tree_of(strategy, 1))
     manifest = json.loads((folder / "parts" / "manifest.json").read_text())["content"]
-    told["files"] = sorted(file for file in manifest["files"] if "parts-" in file)
+    outcome["files"] = sorted(file for file in manifest["files"] if "parts-" in file)
 
     tree = tree_of(strategy, 5)
     before = tree["table"][...].sharding
     with seen_reads() as names:
         dj.checkpoint.load(folder / "parts", tree)
-    told["read"] = sorted(names)
-    told["same layout"] = is_as(tree, 1) and tree["table"][...].sharding == before
+    outcome["read"] = sorted(names)
+    outcome["same layout"] = is_as(tree, 1) and tree["table"][...].sharding == before
     mirrored = tree_of(strategy, 5, divided=False)
     dj.checkpoint.load(folder / "parts", mirrored)
-    told["mirrored"] = is_as(mirrored, 1)
+    outcome["mirrored"] = is_as(mirrored, 1)
     dj.checkpoint.save(folder / "mirrored", mirrored)
     dj.checkpoint.load(folder / "mirrored", tree_of(strategy, 7) | tree)
-    told["divided again"] = is_as(tree, 1)
+    outcome["divided again"] = is_as(tree, 1)
 
     url = f"file://{folder}/bucket"
     with dj.CheckpointManager(url) as bucket:
-        told["bucket"] = bucket.restore_latest(dict(tree)), bucket.save(4, tree)
+        outcome["bucket"] = bucket.restore_latest(dict(tree)), bucket.save(4, tree)
     other = tree_of(strategy, 5)
-    told["from the bucket"] = bucket.restore_latest(other), is_as(other, 1)
-    told |= _failures(strategy, folder, tree, me)
-    return told
+    outcome["from the bucket"] = bucket.restore_latest(other), is_as(other, 1)
+    outcome |= _failures(strategy, folder, tree, me)
+    return outcome
 
 
 def _failures(strategy, folder, tree, me):
-    told = {}
+    outcome = {}
     manager = dj.CheckpointManager(folder / "steps", max_to_keep=2)
     for step in (1, 2):
         manager.save(step, tree_of(strategy, step))
@@ -171,18 +171,18 @@ def _failures(strategy, folder, tree, me):
         part.write_bytes(b"x" * part.stat().st_size)
     strategy.barrier("damaged")
     other = tree_of(strategy, 9)
-    told["damaged"] = restored(manager, other)
-    told["the one before"] = is_as(other, 1)
+    outcome["damaged"] = restored(manager, other)
+    outcome["the one before"] = is_as(other, 1)
 
     def fails(number, context):
         with context:
             manager.save(number, other)
             return message(manager.wait)
 
-    told["full"] = fails(3, only_on(1, full_disk()))
-    told["full, chief"] = fails(3, only_on(0, full_disk()))
+    outcome["full"] = fails(3, only_on(1, full_disk()))
+    outcome["full, chief"] = fails(3, only_on(0, full_disk()))
     if os.getuid() == 0:
-        told["no rights"] = fails(3, only_on(1, no_rights()))
+        outcome["no rights"] = fails(3, only_on(1, no_rights()))
 
     def slow(folder, named):
         time.sleep(4)
@@ -190,15 +190,15 @@ def _failures(strategy, folder, tree, me):
 
     late = mock.patch.object(_write, "write_bytes", slow)
     with mock.patch.object(_agreement.WriteCoordinator, "_seconds", 2.0):
-        told["late"] = fails(3, only_on(1, late))
+        outcome["late"] = fails(3, only_on(1, late))
     handed = mock.patch.object(_write, "VISIBILITY_SECONDS", 0.2)
     apart = mock.patch("distribute_jax.checkpoint._disk.DiskDirectory.write")
     with handed:
-        told["apart"] = fails(3, only_on(1, apart))
-    told["left"] = sorted(path.name for path in (folder / "steps").iterdir())
-    told["at last"] = manager.save(3, other), message(manager.wait)
-    told["steps"] = manager.all_steps()
-    return told
+        outcome["apart"] = fails(3, only_on(1, apart))
+    outcome["left"] = sorted(path.name for path in (folder / "steps").iterdir())
+    outcome["at last"] = manager.save(3, other), message(manager.wait)
+    outcome["steps"] = manager.all_steps()
+    return outcome
 
 
 def killed_as_it_writes(directory):
@@ -242,29 +242,29 @@ def two_by_two(folder):
 def test_each_process_writes_its_parts_and_reads_them_alone(two_by_two):
     """By the names of the files: the leaf, and the start of the part."""
     names = {"columns": 0, "keys": 1, "same": 2, "step": 3, "table": 4, "tiny": 5}
-    for me, told in enumerate(two_by_two):
+    for me, outcome in enumerate(two_by_two):
         for leaf, rows in (("table", (0, 2, 4, 6)), ("keys", (0, 1, 2, 3))):
             first, second = (
                 f"parts-{i}/{names[leaf]}_{row}_0"
                 for i in (0, 1)
                 for row in rows[2 * i : 2 * i + 1]
             )
-            assert {first, second} <= set(told["files"])
-        divided = [name for name in told["read"] if name.count("_") > 0]
+            assert {first, second} <= set(outcome["files"])
+        divided = [name for name in outcome["read"] if name.count("_") > 0]
         assert divided
         assert {name.partition("/")[0] for name in divided} == {f"parts-{me}"}
-        assert f"parts-1/{names['same']}" in told["files"], "process 1 took its share"
-        assert f"parts-1/{names['same']}" in told["read"], "and all read it"
-        assert told["same layout"]
+        assert f"parts-1/{names['same']}" in outcome["files"], "process 1 took its share"
+        assert f"parts-1/{names['same']}" in outcome["read"], "and all read it"
+        assert outcome["same layout"]
 
 
 def test_sharded_state_becomes_mirrored_and_sharded_again(two_by_two):
     """Every bit, on both processes; also through a bucket, here of local files."""
-    for told in two_by_two:
-        assert told["mirrored"]
-        assert told["divided again"]
-        assert told["bucket"] == (None, True)
-        assert told["from the bucket"] == (4, True)
+    for outcome in two_by_two:
+        assert outcome["mirrored"]
+        assert outcome["divided again"]
+        assert outcome["bucket"] == (None, True)
+        assert outcome["from the bucket"] == (4, True)
 
 
 def test_other_numbers_of_processes_restore_it(folder, two_by_two):
@@ -285,8 +285,8 @@ def test_four_processes_read_a_quarter_each(folder, two_by_two):
     """Two processes have saved; each of four loads only the file with its rows."""
     del two_by_two
     cluster = LocalCluster(4, 1, timeout=120)
-    told = [r.value for r in cluster.run(load_in_four, str(folder), "parts")]
-    for me, (is_right, names) in enumerate(told):
+    outcome = [r.value for r in cluster.run(load_in_four, str(folder), "parts")]
+    for me, (is_right, names) in enumerate(outcome):
         assert is_right
         assert [name for name in names if "/4_" in name] == [f"parts-{me // 2}/4_{2 * me}_0"]
 
@@ -294,9 +294,9 @@ def test_four_processes_read_a_quarter_each(folder, two_by_two):
 def test_damage_in_the_part_of_one_process_sets_the_step_aside_for_all(two_by_two):
     """Process 1 detects it; both restore the step before, with one warning."""
     first, second = two_by_two
-    for told in two_by_two:
-        assert told["damaged"][0] == 1
-        assert told["the one before"]
+    for outcome in two_by_two:
+        assert outcome["damaged"][0] == 1
+        assert outcome["the one before"]
     (warning,) = first["damaged"][1]
     assert "step 2 is damaged" in warning
     assert "parts-1" in warning
@@ -335,13 +335,13 @@ FAILURES = {
 @pytest.mark.parametrize("case", FAILURES)
 def test_a_write_error_of_one_process_is_raised_on_all(two_by_two, case: str):
     """With the same class, the process and the reason; nothing is left over, and the next save works."""
-    for told in two_by_two:
+    for outcome in two_by_two:
         if case == "no rights" and os.getuid() != 0:
-            assert case not in told  # nobody but root can drop rights and take them back
+            assert case not in outcome  # nobody but root can drop rights and take them back
             return
-        assert told[case][0] == "CheckpointFileError", told[case][1]
+        assert outcome[case][0] == "CheckpointFileError", outcome[case][1]
         for text in FAILURES[case]:
-            assert text in told[case][1], told[case][1]
-        assert told["left"] == ["1", "2.damaged"]
-        assert told["at last"] == (True, ["nothing", ""])
-        assert told["steps"] == [1, 3]
+            assert text in outcome[case][1], outcome[case][1]
+        assert outcome["left"] == ["1", "2.damaged"]
+        assert outcome["at last"] == (True, ["nothing", ""])
+        assert outcome["steps"] == [1, 3]

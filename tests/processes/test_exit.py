@@ -155,15 +155,15 @@ def test_a_stopped_process_is_named_before_jax_aborts_the_others():
 
 def test_a_socket_error_names_the_awaited_process(monkeypatch):
     """The program waits for a value that another process does not help to compute."""
-    job, told = job_of(0, 2, Counted()), []
+    job, errors = job_of(0, 2, Counted()), []
     heartbeats = {"heartbeats/0": "[3, 8, null, 0]", "heartbeats/1": "[5, 7, null, 0]"}
     job.store.update(heartbeats)
     monkeypatch.setattr(_liveness, "current_job", lambda: job)
-    monkeypatch.setattr(_liveness, "status_writer", lambda: SimpleNamespace(error=told.append))
+    monkeypatch.setattr(_liveness, "status_writer", lambda: SimpleNamespace(error=errors.append))
     for name in ("record_exit_code", "atexit.register", "sys.excepthook", "time.sleep"):
         monkeypatch.setattr(f"distribute_jax.processes._liveness.{name}", lambda *_: None)
     monkeypatch.setattr(_liveness, "_CAUSE_SECONDS", 0)
     kind, text = jax.errors.JaxRuntimeError, "Gloo all-reduce failed: Timed out waiting 4000ms"
     _liveness.ExitHandler(job, None)._on_error(kind, kind(text), None)
-    assert re.search("process 1.*at step 7, in your code +<- the others wait for it", told[-1])
-    assert told[-1] in json.loads(job.store["news/failed"])
+    assert re.search("process 1.*at step 7, in your code +<- the others wait for it", errors[-1])
+    assert errors[-1] in json.loads(job.store["news/failed"])

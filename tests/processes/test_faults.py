@@ -18,7 +18,7 @@ HANGS = r"process 1 .*: (no heartbeat; last seen )?at step \d.* <- the others wa
 """How a process that does not come is described."""
 
 SLACK = 6.0
-"""Seconds for a slow machine, beyond what the job was told to wait."""
+"""Seconds for a slow machine, beyond what the job is allowed to wait."""
 
 
 def run(

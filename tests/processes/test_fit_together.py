@@ -100,11 +100,11 @@ def fit_in_job(folder):
 def fit_at_length(folder):
     """What takes many programs."""
     strategy = strategy_of(2)
-    told = {f.__name__: message(lambda f=f: f(strategy)) for f in NUMBERS}
-    told["interrupted"] = interrupted(strategy, Path(folder) / "backup")
-    told["data"] = data(strategy)
-    told["auto"] = grouped(strategy)
-    return told
+    outcome = {f.__name__: message(lambda f=f: f(strategy)) for f in NUMBERS}
+    outcome["interrupted"] = interrupted(strategy, Path(folder) / "backup")
+    outcome["data"] = data(strategy)
+    outcome["auto"] = grouped(strategy)
+    return outcome
 
 
 class Fails(dj.callbacks.Callback):
@@ -157,8 +157,8 @@ def ended_by_nan(strategy):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.fit(x, x[:, :1], batch_size=8, shuffle=False, verbose=0, callbacks=[ends, guard])
-    told = [str(one.message) for one in caught if "not finite" in str(one.message)]
-    return {"ends": ends.ends, "message": guard.message, "warnings": told}
+    outcome = [str(one.message) for one in caught if "not finite" in str(one.message)]
+    return {"ends": ends.ends, "message": guard.message, "warnings": outcome}
 
 
 def guarded(strategy):
@@ -246,10 +246,10 @@ def alone(tmp_path_factory):
 
 def test_every_process_has_the_numbers_of_one(two_by_two, alone):
     """Losses, metrics, the rate that a callback chose, weights, and all predictions, not its own share."""
-    for told in two_by_two:
+    for outcome in two_by_two:
         for name in ("history", "evaluated", "predicted", "rate"):
-            assert_close(told["train"][name], alone[name])
-        for own, wanted in zip(told["train"]["weights"], alone["weights"], strict=True):
+            assert_close(outcome["train"][name], alone[name])
+        for own, wanted in zip(outcome["train"]["weights"], alone["weights"], strict=True):
             np.testing.assert_allclose(own, wanted, 1e-5, 1e-6)
     for name in ("history", "evaluated", "predicted"):
         np.testing.assert_equal(two_by_two[0]["train"][name], two_by_two[1]["train"][name])
@@ -266,7 +266,7 @@ def assert_close(own, wanted):
 
 def test_a_job_writes_and_prints_once(two_by_two, folder: Path):
     """One CSV file with a line for each epoch, one event file for each run, models, and lines."""
-    first, second = (told["train"]["printed"] for told in two_by_two)
+    first, second = (outcome["train"]["printed"] for outcome in two_by_two)
     assert [first.count(f"Epoch {i}/3") for i in (1, 2, 3)] == [1, 1, 1]
     for line in (
         "saving the model to",
@@ -285,7 +285,7 @@ def test_a_job_writes_and_prints_once(two_by_two, folder: Path):
 
 def test_a_nan_loss_ends_all_processes_at_the_same_batch(two_by_two):
     """With the same message; one of them warns."""
-    first, second = (told["nan"] for told in two_by_two)
+    first, second = (outcome["nan"] for outcome in two_by_two)
     assert first["ends"] == second["ends"]
     assert first["ends"][-1] < 9
     assert first["message"] == second["message"]
@@ -295,7 +295,7 @@ def test_a_nan_loss_ends_all_processes_at_the_same_batch(two_by_two):
 
 def test_copies_are_healed_and_bad_batches_skipped_by_all(two_by_two):
     """With the same weights on both; one of them warns, and the error comes at one batch."""
-    first, second = (told["guarded"] for told in two_by_two)
+    first, second = (outcome["guarded"] for outcome in two_by_two)
     assert second["warnings"] == []
     assert "of process 1 not as on cpu:0 of process 0" in first["warnings"][0]
     assert (first["skipped"], second["skipped"]) == (1, 1)
@@ -309,23 +309,23 @@ def test_copies_are_healed_and_bad_batches_skipped_by_all(two_by_two):
 
 def test_weights_are_set_saved_and_loaded_by_all(two_by_two):
     """As numbers and as files."""
-    assert [told["weights"] for told in two_by_two] == [[0.0, 1.0, 2.0, 3.0]] * 2
+    assert [outcome["weights"] for outcome in two_by_two] == [[0.0, 1.0, 2.0, 3.0]] * 2
 
 
 def test_longer_trainings(tmp_path: Path):
     """The worked numbers of Keras; a backup that is gone on from bit by bit; DATA and arrays; "auto"."""
     cluster = LocalCluster(2, 2, timeout=200)
     both = [result.value for result in cluster.run(fit_at_length, str(tmp_path))]
-    for told in both:
+    for outcome in both:
         for numbers in NUMBERS:
-            assert told[numbers.__name__] == ["nothing", ""]
-        backup = told["interrupted"]
+            assert outcome[numbers.__name__] == ["nothing", ""]
+        backup = outcome["interrupted"]
         assert backup["error"] == ["RuntimeError", "interrupted"]
         assert backup["epochs"] == [1, 2]
         np.testing.assert_equal(backup["went on"], backup["whole"])
         assert backup["left"] == []
-        assert told["data"][0] == told["data"][1]
-    first, second = (told["auto"] for told in both)
+        assert outcome["data"][0] == outcome["data"][1]
+    first, second = (outcome["auto"] for outcome in both)
     assert first == second, "the processes took different groups"
     assert first["ends"][-1] == 149
     assert len(first["ends"]) < 150, "nothing was measured"

@@ -75,32 +75,32 @@ def train_in_job(folder):
     embedding[...] = embedding[...] + jax.process_index()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        told = {"trained": train(strategy, tree)}
-    told["warned"] = [str(one.message).partition("\n")[0] for one in seen]
-    told["bytes"] = bytes_of(tree)
+        outcome = {"trained": train(strategy, tree)}
+    outcome["warned"] = [str(one.message).partition("\n")[0] for one in seen]
+    outcome["bytes"] = bytes_of(tree)
     dj.check_in_sync(tree)
     dj.checkpoint.save(folder / "job", tree)
-    told["again"] = train(strategy, tree, (16,))
+    outcome["again"] = train(strategy, tree, (16,))
     dj.checkpoint.load(folder / "alone", tree)
-    told["loaded"] = train(strategy, tree, (16,), dj.RunOptions(verify="first"))
-    told["repr"] = [repr(strategy), type(strategy.cluster_resolver).__name__]
-    told["shown"] = str(tree["model"].embed)
-    return told
+    outcome["loaded"] = train(strategy, tree, (16,), dj.RunOptions(verify="first"))
+    outcome["repr"] = [repr(strategy), type(strategy.cluster_resolver).__name__]
+    outcome["shown"] = str(tree["model"].embed)
+    return outcome
 
 
 def train_in_groups(folder):
     """The two devices of each process divide the model; saves it, trains on, and loads what was saved."""
     strategy, folder = job_strategy(shard_over=2), Path(folder)
     tree = tree_of(strategy)
-    told = {"trained": train(strategy, tree), "bytes": bytes_of(tree)}
+    outcome = {"trained": train(strategy, tree), "bytes": bytes_of(tree)}
     dj.check_in_sync(tree)
     dj.checkpoint.save(folder / "groups", tree)
-    told["again"] = train(strategy, tree, (16,), dj.RunOptions(verify="first"))
+    outcome["again"] = train(strategy, tree, (16,), dj.RunOptions(verify="first"))
     shards = tree["model"].embed.embedding[...].addressable_shards
-    told["indices"] = sorted(shard.index[1].start for shard in shards)
+    outcome["indices"] = sorted(shard.index[1].start for shard in shards)
     dj.checkpoint.load(folder / "groups", tree)
-    told["loaded"] = train(strategy, tree, (16,))
-    return told
+    outcome["loaded"] = train(strategy, tree, (16,))
+    return outcome
 
 
 class Net(nnx.Module):
@@ -216,7 +216,7 @@ def alone(processes, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def told(processes, alone):
+def outcome(processes, alone):
     """The results of the processes of a job."""
     cluster = LocalCluster(processes, 2, timeout=180)
     return [result.value for result in cluster.run(train_in_job, str(alone[0]))]
@@ -229,23 +229,25 @@ def assert_close(got, wanted):
 
 
 @pytest.mark.exhaustive
-def test_processes_train_as_one_from_the_values_of_process_0(alone, told):
+def test_processes_train_as_one_from_the_values_of_process_0(alone, outcome):
     """Losses and state are those of mirrored state in one process, and other initial values are seen."""
     _, trained, later = alone
-    for process in told:
+    for process in outcome:
         assert_close(process["trained"], trained)
         assert_close(process["again"], later)
         assert process["repr"][0].startswith("FullyShardedStrategy([")
         assert process["repr"][1] == "LaunchedClusterResolver"
         assert "Array(shape=(96, 64)" in process["shown"]
-    assert any("embedding. They now have those of process 0" in text for text in told[0]["warned"])
-    assert not any(process["warned"] for process in told[1:])
+    assert any(
+        "embedding. They now have those of process 0" in text for text in outcome[0]["warned"]
+    )
+    assert not any(process["warned"] for process in outcome[1:])
 
 
 @pytest.mark.exhaustive
-def test_every_device_keeps_its_share(told, processes):
+def test_every_device_keeps_its_share(outcome, processes):
     """A device stores its shards of the state, and complete small arrays only."""
-    for process in told:
+    for process in outcome:
         whole = process["bytes"]["whole"]
         assert len(process["bytes"]["devices"]) == 2
         for kept in process["bytes"]["devices"]:
@@ -253,12 +255,12 @@ def test_every_device_keeps_its_share(told, processes):
 
 
 @pytest.mark.exhaustive
-def test_checkpoints_go_from_a_job_to_one_process_and_back(alone, told):
+def test_checkpoints_go_from_a_job_to_one_process_and_back(alone, outcome):
     """What each process saves of its part is loaded mirrored and divided, and the other way round."""
     folder, _, later = alone
     files = sorted(path.name for path in (folder / "job").glob("arrays-*/*"))
     assert len(files) > 1
-    for process in told:
+    for process in outcome:
         assert_close(process["loaded"], later)
     for strategy in (dj.MirroredStrategy([0, 1, 2, 3]), dj.FullyShardedStrategy([0, 1])):
         tree = tree_of(strategy)
@@ -271,12 +273,12 @@ def test_each_process_is_a_group(alone, processes):
     """With shard_over=2 each process has the complete model, half on each device; values are those of one."""
     folder, trained, later = alone
     for result in LocalCluster(processes, 2, timeout=180).run(train_in_groups, str(folder)):
-        told = result.value
-        assert_close(told["trained"], trained)
-        assert_close([told["again"], told["loaded"]], [later, later])
-        assert told["indices"] == [0, 32]
-        for kept in told["bytes"]["devices"]:
-            assert told["bytes"]["whole"] / 2 < kept < told["bytes"]["whole"] / 2 + 8_000
+        outcome = result.value
+        assert_close(outcome["trained"], trained)
+        assert_close([outcome["again"], outcome["loaded"]], [later, later])
+        assert outcome["indices"] == [0, 32]
+        for kept in outcome["bytes"]["devices"]:
+            assert outcome["bytes"]["whole"] / 2 < kept < outcome["bytes"]["whole"] / 2 + 8_000
 
 
 @pytest.mark.exhaustive

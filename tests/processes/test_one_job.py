@@ -62,7 +62,7 @@ def compute():
     s = strategy()
     me = jax.process_index()
     resolver = s.cluster_resolver
-    told = {
+    outcome = {
         "task": (
             resolver.task_type,
             resolver.task_id,
@@ -74,13 +74,13 @@ def compute():
     made = s.experimental_distribute_values_from_function(
         lambda context: 10.0 * me + context.replica_id_in_sync_group
     )
-    told["made"] = parts(made)
+    outcome["made"] = parts(made)
     doubled = s.run(lambda x: 2 * x, args=(made,))
-    told["doubled"] = [float(v) for v in s.experimental_local_results(doubled)]
-    told["sum"], told["mean"] = float(s.reduce("sum", made)), float(s.reduce("mean", made))
+    outcome["doubled"] = [float(v) for v in s.experimental_local_results(doubled)]
+    outcome["sum"], outcome["mean"] = float(s.reduce("sum", made)), float(s.reduce("mean", made))
     rows = s.run(lambda x: jax.numpy.stack([x, -x]), args=(made,))
-    told["gathered"] = np.asarray(s.gather(rows, axis=0)).tolist()
-    told["gathered inside"] = np.asarray(
+    outcome["gathered"] = np.asarray(s.gather(rows, axis=0)).tolist()
+    outcome["gathered inside"] = np.asarray(
         s.run(lambda x: dj.get_replica_context().all_gather(x[None], axis=0), args=(made,))
     ).tolist()
     s.barrier("half way", timeout=30)
@@ -90,10 +90,10 @@ def compute():
             late = dj.Variable(5.0 + me, name="late")
             model = nnx.Linear(3, 2, rngs=nnx.Rngs(me))
         x = np.ones((1, 3), np.float32)
-        told["late"] = float(np.asarray(s.run(lambda: late + 0.0)))
-        told["seeded"] = np.asarray(s.run(lambda: model(x))).tolist()
-    told["warnings"] = [str(one.message) for one in caught if "same values" in str(one.message)]
-    return told
+        outcome["late"] = float(np.asarray(s.run(lambda: late + 0.0)))
+        outcome["seeded"] = np.asarray(s.run(lambda: model(x))).tolist()
+    outcome["warnings"] = [str(one.message) for one in caught if "same values" in str(one.message)]
+    return outcome
 
 
 def dataset(s, source, **options):
@@ -120,7 +120,7 @@ def read():
             mine = np.setdiff1d(numbers.ravel(), mine)
         return [mine[i : i + per] for i in range(0, len(mine), per)]
 
-    told = {
+    outcome = {
         "93 data": dataset(s, batches(16, 4)),
         "93 off": dataset(s, batches(16, 4), auto_shard_policy="off"),
         "95": dataset(s, batches(5, 2)),
@@ -137,20 +137,20 @@ def read():
     }
     # Of different lengths: worker 1 goes on with padding alone, and nothing counts it.
     own = s.distribute_datasets_from_function(lambda c: [np.ones(2)] * (2 + me))
-    told["uneven"] = [float(s.reduce("sum", x, axis=0)) for x in own]
-    told["uneven counts"] = [x.counts for x in own]
+    outcome["uneven"] = [float(s.reduce("sum", x, axis=0)) for x in own]
+    outcome["uneven counts"] = [x.counts for x in own]
     # A pass that is left early does not disturb the next one.
     again = s.distribute_dataset(batches(8, 4), dj.InputOptions(auto_shard_policy="off"))
     for _ in again:
         break
-    told["after a break"] = [parts(x) for x in again]
+    outcome["after a break"] = [parts(x) for x in again]
     arrays = dj.data.from_arrays(np.arange(12.0)).shuffle(seed=3).batch(4)
     iterator = iter(s.distribute_dataset(arrays))
     first = parts(next(iterator))
     resumed = iter(s.distribute_dataset(arrays))
     resumed.restore(iterator.state())
-    told["resumed"] = [parts(x) for x in iterator] == [parts(x) for x in resumed]
-    told["first"] = first
+    outcome["resumed"] = [parts(x) for x in iterator] == [parts(x) for x in resumed]
+    outcome["first"] = first
     for name, source, options in (
         ("one file", dj.data.from_files(["a"], read=files.__getitem__).batch(2), "file"),
         ("nothing", batches(4 * me, 2), "off"),
@@ -158,10 +158,10 @@ def read():
         ("fails", lambda: iter(fail(me)), "off"),
     ):
         try:
-            told[name] = dataset(s, source, auto_shard_policy=options)
+            outcome[name] = dataset(s, source, auto_shard_policy=options)
         except (ValueError, OSError) as error:
-            told[name] = str(error)
-    return told
+            outcome[name] = str(error)
+    return outcome
 
 
 def fail(me):
@@ -191,11 +191,11 @@ def test_values_reductions_and_gathers_are_those_of_all_processes(two_by_two):
     assert (first["chief"], second["chief"]) == (True, False)
     assert (first["made"], second["made"]) == ([0.0, 1.0], [12.0, 13.0])
     assert (first["doubled"], second["doubled"]) == ([0.0, 2.0], [24.0, 26.0])
-    for told in two_by_two:
-        assert told["replicas"] == 4
-        assert (told["sum"], told["mean"]) == (26.0, 6.5)
-        assert told["gathered"] == [0.0, -0.0, 1.0, -1.0, 12.0, -12.0, 13.0, -13.0]
-        assert told["gathered inside"] == [0.0, 1.0, 12.0, 13.0]
+    for outcome in two_by_two:
+        assert outcome["replicas"] == 4
+        assert (outcome["sum"], outcome["mean"]) == (26.0, 6.5)
+        assert outcome["gathered"] == [0.0, -0.0, 1.0, -1.0, 12.0, -12.0, 13.0, -13.0]
+        assert outcome["gathered inside"] == [0.0, 1.0, 12.0, 13.0]
 
 
 def test_first_values_that_differ_become_those_of_process_0(two_by_two):
@@ -240,15 +240,15 @@ def test_two_workers_read_the_values_of_the_reference():
         "107": ([[0, 1, 2, 3], [8, 9, 10, 11]], [[4, 5, 6, 7], [12, 13]]),
     }
     for name, wanted in rows.items():
-        for told, mine in zip((first, second), wanted, strict=True):
-            assert [only for (only,) in told[name]] == mine, name
-    for told in (first, second):
-        assert told["uneven"] == [4.0, 4.0, 2.0]
-        assert told["uneven counts"] == [None, None, (0, 2)]
-        assert told["after a break"] == [[[0.0, 1.0]], [[2.0, 3.0]], [[4.0, 5.0]], [[6.0, 7.0]]]
-        assert told["resumed"]
-        assert "at least 2 files" in told["one file"]
-        assert "Process 0 has no batch at all" in told["nothing"]
-        assert "process 1" in told["dtypes"]
-        assert "int32" in told["dtypes"]
+        for outcome, mine in zip((first, second), wanted, strict=True):
+            assert [only for (only,) in outcome[name]] == mine, name
+    for outcome in (first, second):
+        assert outcome["uneven"] == [4.0, 4.0, 2.0]
+        assert outcome["uneven counts"] == [None, None, (0, 2)]
+        assert outcome["after a break"] == [[[0.0, 1.0]], [[2.0, 3.0]], [[4.0, 5.0]], [[6.0, 7.0]]]
+        assert outcome["resumed"]
+        assert "at least 2 files" in outcome["one file"]
+        assert "Process 0 has no batch at all" in outcome["nothing"]
+        assert "process 1" in outcome["dtypes"]
+        assert "int32" in outcome["dtypes"]
     assert "The input of process 1 failed" in first["fails"]

@@ -85,17 +85,17 @@ def never_polls(directory):
 def test_all_save_at_one_step_and_go_on_at_the_next_example(process: int, tmp_path: Path):
     """Agreed exit code, one checkpoint, and bitwise the weights of an uninterrupted job."""
     cluster = LocalCluster(2, 1, timeout=60, grace=None)
-    told = cluster.run(
+    stopped = cluster.run(
         loop,
-        str(tmp_path / "told"),
+        str(tmp_path / "stopped"),
         0.02,
         faults=[Fault("terminate", process=process, at_step=12)],
         check=False,
     )
-    assert [r.exit_code for r in told] == [42, 42], told[0].stderr + told[1].stderr
-    (saved,) = dj.CheckpointManager(tmp_path / "told").all_steps()
+    assert [r.exit_code for r in stopped] == [42, 42], stopped[0].stderr + stopped[1].stderr
+    (saved,) = dj.CheckpointManager(tmp_path / "stopped").all_steps()
     assert 12 <= saved < 60
-    again = cluster.run(loop, str(tmp_path / "told"), 0.0)
+    again = cluster.run(loop, str(tmp_path / "stopped"), 0.0)
     alone = cluster.run(loop, str(tmp_path / "alone"), 0.0)
     assert [r.value["first"] for r in again] == [saved + 1] * 2
     assert [r.value["last"] for r in again + alone] == [60] * 4
@@ -122,8 +122,8 @@ def test_under_tensorflows_handler_no_step_is_lost(
     """SIGTERM to one process: all save at common steps, once or twice, and the count ends exact."""
     cluster = LocalCluster(processes, 1, timeout=120, grace=None)
     faults = [Fault("terminate", process=processes // 2, at_step=5)]
-    told = cluster.run(handled, str(tmp_path), grace, 0.05, faults=faults, check=False)
-    assert [r.exit_code for r in told] == [42] * processes, "".join(r.stderr for r in told)
+    stopped = cluster.run(handled, str(tmp_path), grace, 0.05, faults=faults, check=False)
+    assert [r.exit_code for r in stopped] == [42] * processes, "".join(r.stderr for r in stopped)
     saved = dj.CheckpointManager(tmp_path).all_steps()
     assert len(saved) == checkpoints
     assert saved[0] >= 5

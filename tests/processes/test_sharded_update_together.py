@@ -51,19 +51,19 @@ def share_in_job(folder):
     timeouts = dj.ClusterOptions(start_seconds=90, step_seconds=60)
     strategy = dj.MultiWorkerMirroredStrategy(cluster_options=timeouts, shard_optimizer_state=True)
     tree = tree_of(strategy)
-    told = {"trained": train(strategy, tree, X[:4])}
+    outcome = {"trained": train(strategy, tree, X[:4])}
     moments = tree["optimizer"].opt_state[1][0].mu
-    told["shares"] = [shard.data.shape for shard in moments.kernel[...].addressable_shards]
-    told["whole"] = [shard.data.shape for shard in moments.bias[...].addressable_shards]
+    outcome["shares"] = [shard.data.shape for shard in moments.kernel[...].addressable_shards]
+    outcome["whole"] = [shard.data.shape for shard in moments.bias[...].addressable_shards]
     dj.check_in_sync(tree)
     dj.checkpoint.save(Path(folder) / "job", tree)
     # Another step binds the divided state again: processes that hold different shares have not diverged.
-    told["verified"] = train(strategy, tree, X[4:6], dj.RunOptions(verify="first"))
+    outcome["verified"] = train(strategy, tree, X[4:6], dj.RunOptions(verify="first"))
     dj.checkpoint.load(Path(folder) / "alone", tree)
-    told["loaded"] = train(strategy, tree, X[4:6])
-    told["repr"] = repr(strategy)
-    told["processes"] = jax.process_count()
-    return told
+    outcome["loaded"] = train(strategy, tree, X[4:6])
+    outcome["repr"] = repr(strategy)
+    outcome["processes"] = jax.process_count()
+    return outcome
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def alone(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def told(alone):
+def outcome(alone):
     """The results of two processes with two devices each."""
     cluster = LocalCluster(2, 2, timeout=100)
     return [r.value for r in cluster.run(share_in_job, str(alone[0]))]
@@ -90,10 +90,10 @@ def assert_alike(got, wanted):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_two_processes_train_as_one_and_each_stores_its_shards(alone, told):
+def test_two_processes_train_as_one_and_each_stores_its_shards(alone, outcome):
     """Losses and weights are those of mirrored state, also for another step, and when verified."""
     _, trained, later = alone
-    for process in told:
+    for process in outcome:
         assert process["processes"] == 2
         assert_alike(process["trained"], trained)
         assert_alike(process["verified"], later)
@@ -102,10 +102,10 @@ def test_two_processes_train_as_one_and_each_stores_its_shards(alone, told):
         assert "shard_optimizer_state=True" in process["repr"]
 
 
-def test_checkpoints_go_from_a_job_to_one_process_and_back(alone, told):
+def test_checkpoints_go_from_a_job_to_one_process_and_back(alone, outcome):
     """Saved by one process with mirrored state and loaded in the job, and the other way round."""
     folder, _, later = alone
-    for process in told:
+    for process in outcome:
         assert_alike(process["loaded"], later)
     for strategy in (
         dj.MirroredStrategy([0, 1, 2, 3]),

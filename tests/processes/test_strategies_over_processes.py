@@ -64,17 +64,17 @@ def compute() -> dict[str, Any]:
     topology = dj.initialize_tpu_system(resolver, cluster_options=SOON)
     assignment = dj.tpu.experimental.DeviceAssignment.build(topology, [1, 1, 1, 2], num_replicas=4)
     tpu = dj.TPUStrategy(resolver, assignment, cluster_options=SOON)
-    told: dict[str, Any] = {
+    outcome: dict[str, Any] = {
         "tpu": (dict(tpu.mesh.shape), tpu.num_replicas_in_sync, topology.mesh_shape.tolist()),
         "trained": trained(tpu, lambda x: tpu.experimental_split_to_logical_devices(x, [1, 2])),
     }
     (batch,) = tpu.distribute_dataset([np.arange(7.0)])
-    told["rows"] = [np.asarray(part).tolist() for part in batch.values]
+    outcome["rows"] = [np.asarray(part).tolist() for part in batch.values]
     ids = tpu.run(lambda x: dj.get_replica_context().replica_id_in_sync_group, args=(batch,))
-    told["ids"] = [int(i) for i in ids.values]
-    told["mean"] = float(tpu.reduce("mean", batch, axis=0))
-    told["gathered"] = np.asarray(tpu.gather(batch, axis=0)).tolist()
-    told["refused"] = refused(topology)
+    outcome["ids"] = [int(i) for i in ids.values]
+    outcome["mean"] = float(tpu.reduce("mean", batch, axis=0))
+    outcome["gathered"] = np.asarray(tpu.gather(batch, axis=0)).tolist()
+    outcome["refused"] = refused(topology)
     options = dj.experimental.CommunicationOptions
     workers = {
         "auto": {},
@@ -85,13 +85,13 @@ def compute() -> dict[str, Any]:
     for name, given in workers.items():
         strategy = dj.MultiWorkerMirroredStrategy(resolver, **given, cluster_options=SOON)
         sums, text = summed(strategy)
-        told[name] = sums, kinds(text)
+        outcome[name] = sums, kinds(text)
         if name == "ring":
-            told["ring, asked for XLA's"] = kinds(
+            outcome["ring, asked for XLA's"] = kinds(
                 summed(strategy, options(implementation="nccl"))[1]
             )
-    told["alone"] = alone()
-    return told
+    outcome["alone"] = alone()
+    return outcome
 
 
 def kinds(text: str) -> dict[str, int]:
@@ -141,7 +141,7 @@ def alone() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def told():
+def outcome():
     """The results of two processes with four devices each."""
     return [result.value for result in LocalCluster(2, 4).run(compute)]
 
@@ -152,8 +152,8 @@ def one_device():
 
 
 @pytest.mark.exhaustive
-def test_replicas_of_two_cores_over_two_processes_train_as_one_device(told, one_device):
-    for i, process in enumerate(told):
+def test_replicas_of_two_cores_over_two_processes_train_as_one_device(outcome, one_device):
+    for i, process in enumerate(outcome):
         assert process["tpu"] == ({"data": 4, "model": 2}, 4, [2, 2, 1, 2])
         np.testing.assert_allclose(process["trained"], one_device, rtol=1e-5)
         assert process["rows"] == [[[0, 1], [2, 3]], [[4, 5], [6]]][i]
@@ -162,19 +162,19 @@ def test_replicas_of_two_cores_over_two_processes_train_as_one_device(told, one_
 
 
 @pytest.mark.exhaustive
-def test_an_assignment_that_does_not_fit_the_processes_is_refused(told):
+def test_an_assignment_that_does_not_fit_the_processes_is_refused(outcome):
     """A replica over two processes, processes with unlike numbers of replicas, and another order."""
-    over, uneven, order = told[0]["refused"]
+    over, uneven, order = outcome[0]["refused"]
     assert "belong to processes [0, 1]" in over
     assert "belong to processes [0, 0, 0]" in uneven
     assert "belong to processes [1, 1, 1, 1, 0, 0, 0, 0]" in order
-    assert told[1]["refused"] == told[0]["refused"]
+    assert outcome[1]["refused"] == outcome[0]["refused"]
 
 
 @pytest.mark.exhaustive
-def test_the_collectives_between_processes_are_the_requested_ones(told):
+def test_the_collectives_between_processes_are_the_requested_ones(outcome):
     """By the strategy's options or operation, unless the call says otherwise; the sums are the same."""
-    for process in told:
+    for process in outcome:
         assert {tuple(process[n][0]) for n in ("auto", "ring", "packed", "hierarchical")} == {
             (28.0, 56.0, 28.0)
         }
@@ -188,9 +188,9 @@ def test_the_collectives_between_processes_are_the_requested_ones(told):
 
 
 @pytest.mark.exhaustive
-def test_strategies_of_one_process_use_its_devices_and_ignore_the_cluster(told, one_device):
+def test_strategies_of_one_process_use_its_devices_and_ignore_the_cluster(outcome, one_device):
     """They train on the whole batch, each process for itself, and a line of the log says so."""
-    for process in told:
+    for process in outcome:
         alone = process["alone"]
         assert (alone["replicas"], alone["own devices"]) == ([4, 1], True)
         for numbers in alone["trained"]:

@@ -22,12 +22,14 @@ X = np.arange(15, dtype=np.float32).reshape(5, 3) / 10
 
 def values_in_job():
     strategy, me = strategy_of(2), jax.process_index()
-    told = {"variables": variables(strategy), "checks": checks(strategy)}
+    outcome = {"variables": variables(strategy), "checks": checks(strategy)}
 
     def longer(context):
         return np.ones(context.replica_id_in_sync_group + 1)
 
-    told["uneven"] = message(lambda: strategy.experimental_distribute_values_from_function(longer))
+    outcome["uneven"] = message(
+        lambda: strategy.experimental_distribute_values_from_function(longer)
+    )
     kernel = nnx.Param(jnp.ones((2, 2)))
     with strategy.scope():
         kernel = nnx.Param(jnp.ones((2, 2)))
@@ -38,11 +40,11 @@ def values_in_job():
     ]
     sharding = kernel.get_raw_value().sharding
     odd = jax.make_array_from_single_device_arrays((2, 2), sharding, shards)
-    told["out of sync"] = message(lambda: dj.check_in_sync({"kernel": odd}))
+    outcome["out of sync"] = message(lambda: dj.check_in_sync({"kernel": odd}))
     kept = dj.snapshot({"kernel": kernel})
     kernel[...] += 1
-    told["snapshot"] = [np.asarray(kept["kernel"][...]), np.asarray(kernel[...])]
-    return told
+    outcome["snapshot"] = [np.asarray(kept["kernel"][...]), np.asarray(kernel[...])]
+    return outcome
 
 
 def unread_in_job():
@@ -88,16 +90,16 @@ def variables(strategy):
             variable.assign_add(jnp.full(2, dj.get_replica_context().replica_id_in_sync_group))
 
     strategy.run(step)
-    told = {"values": {k: [np.asarray(v) for v in own[k].values] for k in kinds}}
-    told["none"] = message(own.pop("NONE").numpy)
-    told["read"] = {kind: variable.numpy() for kind, variable in own.items()}
+    outcome = {"values": {k: [np.asarray(v) for v in own[k].values] for k in kinds}}
+    outcome["none"] = message(own.pop("NONE").numpy)
+    outcome["read"] = {kind: variable.numpy() for kind, variable in own.items()}
     for variable in own.values():
         variable.assign([5.0, 6.0])
         variable[0] = 9.0
-    told["assigned"] = {kind: variable.numpy() for kind, variable in own.items()}
+    outcome["assigned"] = {kind: variable.numpy() for kind, variable in own.items()}
     own["MEAN"].assign_add([1.0, 1.0])
-    told["added"] = own["MEAN"].numpy()
-    return told
+    outcome["added"] = own["MEAN"].numpy()
+    return outcome
 
 
 def checks(strategy):
@@ -127,13 +129,13 @@ def checks(strategy):
         return strategy.run(step, args=(batch,), options=dj.RunOptions(**options))
 
     rows = strategy.gather(run(right, 5, verify="first"), axis=0)
-    told = {"rows": np.asarray(rows), "seen": float(seen.numpy())}
+    outcome = {"rows": np.asarray(rows), "seen": float(seen.numpy())}
     before = np.asarray(model.kernel[...])
-    told["wrong"] = message(lambda: run(wrong, 4, verify="always"))
-    told["leaks"] = message(lambda: run(leaks, 5))
-    told["kept"] = np.array_equal(before, np.asarray(model.kernel[...]))
-    told["still seen"] = float(seen.numpy())
-    return told
+    outcome["wrong"] = message(lambda: run(wrong, 4, verify="always"))
+    outcome["leaks"] = message(lambda: run(leaks, 5))
+    outcome["kept"] = np.array_equal(before, np.asarray(model.kernel[...]))
+    outcome["still seen"] = float(seen.numpy())
+    return outcome
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +154,8 @@ def test_sums_gathers_and_reads_in_flight_finish():
 
 def test_each_process_has_its_replicas_components_and_all_read_the_same(two_by_two):
     """1 and 2, to which replica i adds i: sums 7 and 8, means 2.5 and 3.5, the first's 1 and 2."""
-    for process, told in enumerate(two_by_two):
-        found = told["variables"]
+    for process, outcome in enumerate(two_by_two):
+        found = outcome["variables"]
         first = [[1.0, 2.0], [2.0, 2.0]][process]
         np.testing.assert_equal(found["values"]["SUM"], np.array([first, [2 * process + 1] * 2]))
         for kind in ("MEAN", "ONLY_FIRST_REPLICA", "NONE"):
@@ -171,32 +173,34 @@ def test_each_process_has_its_replicas_components_and_all_read_the_same(two_by_t
 
 def test_values_of_different_shapes_are_refused(two_by_two):
     """Each process sees only its own two, and would combine these."""
-    for told in two_by_two:
-        assert told["uneven"][0] == "UnsupportedError"
-        assert "float64[1], float64[2], float64[3], float64[4]" in told["uneven"][1]
+    for outcome in two_by_two:
+        assert outcome["uneven"][0] == "UnsupportedError"
+        assert "float64[1], float64[2], float64[3], float64[4]" in outcome["uneven"][1]
 
 
 def test_the_device_that_is_out_of_sync_is_named_on_all(two_by_two):
     """Process 1 has another number on its second device; what is in sync passes."""
-    for told in two_by_two:
-        kind, text = told["out of sync"]
+    for outcome in two_by_two:
+        kind, text = outcome["out of sync"]
         assert kind == "OutOfSyncError"
         assert "of process 1 not as on cpu:0 of process 0" in text
 
 
 def test_a_snapshot_does_not_change(two_by_two):
     """While the variable goes on."""
-    for told in two_by_two:
-        np.testing.assert_equal(told["snapshot"], np.array([np.ones((2, 2)), np.full((2, 2), 2.0)]))
+    for outcome in two_by_two:
+        np.testing.assert_equal(
+            outcome["snapshot"], np.array([np.ones((2, 2)), np.full((2, 2), 2.0)])
+        )
 
 
 def test_steps_are_checked_against_one_device_and_against_padding(two_by_two):
     """As in one process: rows in order, the ratio 4 and the leak are found by all, and state stays."""
     alone = checks(saving_functions.strategy_of(1))
-    for told in [*(one["checks"] for one in two_by_two), alone]:
-        np.testing.assert_allclose(told["rows"], X.sum(-1), rtol=1e-6)
-        assert told["wrong"][0] == "NotEqualError"
-        assert "4.000 = number of replicas" in told["wrong"][1]
-        assert told["leaks"][0] == "PaddingLeakError"
-        assert told["kept"]
-        assert (told["seen"], told["still seen"]) == (5.0, 5.0)
+    for outcome in [*(one["checks"] for one in two_by_two), alone]:
+        np.testing.assert_allclose(outcome["rows"], X.sum(-1), rtol=1e-6)
+        assert outcome["wrong"][0] == "NotEqualError"
+        assert "4.000 = number of replicas" in outcome["wrong"][1]
+        assert outcome["leaks"][0] == "PaddingLeakError"
+        assert outcome["kept"]
+        assert (outcome["seen"], outcome["still seen"]) == (5.0, 5.0)

@@ -60,8 +60,8 @@ def test_process_0_reports_missed_heartbeats_and_withdraws_the_report(monkeypatc
         for i in (0, 1) if seconds else (0, 1, 2):
             dogs[i]._send_heartbeat()
             dogs[i]._check()
-    told = capfd.readouterr().err.splitlines()
-    assert [line.partition(";")[0] for line in told] == [
+    outcome = capfd.readouterr().err.splitlines()
+    assert [line.partition(";")[0] for line in outcome] == [
         "distribute_jax: process 2 has sent no heartbeat for 8 s"
     ] * 2
     for i in (2, 0, 1):
