@@ -1,9 +1,8 @@
-"""State of which each replica keeps a share, although the step sees all of it: gathered where it is read.
+"""Fully sharded state: inserts all-gathers into a traced step, at the equations that read divided arrays.
 
-A traced step knows nothing of shares. Where an equation reads one, the whole array is gathered right there
-and freed after it; the backward pass gathers it again. What treats every element by itself (a cast, a
-transposition) is done to the share. In the body of a scan over layers, or of a rematerialised block, the
-gather is in the body, so no more than a layer is whole at a time.
+The traced step knows nothing of shares. Elementwise operations (a cast) and transpositions run on the share,
+so that the gather moves less. In the body of a scan over layers, or of a rematerialised block, the gather is
+in the body, so that one layer is whole at a time; ``reshard_after_forward`` decides what is gathered twice.
 """
 
 from __future__ import annotations
@@ -128,12 +127,14 @@ _BY_A_NUMBER = frozenset({"add", "div", "mul", "sub"})
 class Gathering:
     """Runs equations on one replica, some of whose operands are shares."""
 
-    def __init__(self, total: int, *, keeps: bool = False) -> None:
+    def __init__(self, total: int, reshard: bool | None = None) -> None:
         """Starts with nothing gathered.
 
-        ``total`` is the size of all that is divided. What one body ``keeps`` is gathered once for it.
+        ``total`` is the size of all that is divided. With ``reshard`` an array is gathered at every equation
+        that reads it; with None once, but in the body of each scan and rematerialised block; with False
+        once in all.
         """
-        self._total, self._keeps = total, keeps
+        self._total, self._reshard = total, reshard
         self._last: Any = None
         self._gathered: dict[int, tuple[Share, Any]] = {}
 
@@ -161,7 +162,7 @@ class Gathering:
                 continue
             run_equations(jaxpr, piece, values, needed)
             piece = []
-            args = [self._known(value_of(v, values)) for v in eqn.invars]
+            args = [value_of(v, values) for v in eqn.invars]
             outs = self._apply(jaxpr, eqn, args, needed, scattered)
             values.update(zip(eqn.outvars, outs, strict=True))
         run_equations(jaxpr, piece, values, needed)
@@ -178,7 +179,7 @@ class Gathering:
         return outs
 
     def _whole(self, share: Share) -> Any:
-        if not self._keeps:
+        if self._reshard:
             return share.whole(self._last)
         if id(share) not in self._gathered:
             self._gathered[id(share)] = share, share.whole()
@@ -201,16 +202,19 @@ class Gathering:
         scattered: Mapping[Any, Cut],
     ) -> list[Any]:
         """Returns the results of an equation; of its operands some are shares."""
-        share = self._on_share(eqn, args)
-        if share is not None:
-            return [share]
         body = called_body(eqn)
         if body is not None and name(eqn) in _INLINED:
             return self._body(body, args)
+        if name(eqn) in {"checkpoint", "scan"} and self._reshard is False:
+            args = self.whole(args)
         if body is not None and name(eqn) == "checkpoint":
             return self._remat(eqn, args)
         if name(eqn) == "scan":
             return self._scan(eqn, args, needed, scattered)
+        args = list(map(self._known, args))
+        share = self._on_share(eqn, args)
+        if share is not None:
+            return [share]
         pairs = zip(eqn.invars, self.whole(args), strict=True)
         values = {v: x for v, x in pairs if not isinstance(v, jex_core.Literal)}
         run_equations(jaxpr, [eqn], values, eqn.outvars)
@@ -257,7 +261,7 @@ class Gathering:
         out_cuts: list[Cut | None] = []
 
         def body(*operands: Any) -> list[Any]:
-            inner = Gathering(self._total, keeps=True)
+            inner = Gathering(self._total)
             outs = inner._body(eqn.params["jaxpr"], _put_together(operands, cuts))
             outs, out_cuts[:] = _taken_apart(outs)
             return outs
@@ -281,7 +285,7 @@ class Gathering:
 
         def one(carry: Any, xs: Any) -> Any:
             layer = _put_together(xs, [cut and cut.inside() for cut in cuts])
-            inner = Gathering(self._total, keeps=True)
+            inner = Gathering(self._total)
             outs = inner._body(eqn.params["jaxpr"], [*consts, *carry, *layer])
             ys = [
                 y if v in needed else None for v, y in zip(stacked, outs[num_carry:], strict=True)

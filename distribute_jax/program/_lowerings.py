@@ -176,8 +176,8 @@ class FlatStep:
     """What compiles it if the mesh is abstract."""
     diverging: tuple[str, ...] = ()
     """What may send replicas through different branches, or through a loop differently often."""
-    gathers_once: bool = False
-    """Whether an input that the replicas divide is gathered once, and not again for the backward pass."""
+    reshard_after_forward: bool | None = None
+    """Whether divided inputs are gathered again for the backward pass; None for only in scans and remat."""
 
     @property
     def platform(self) -> str:

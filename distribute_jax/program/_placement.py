@@ -91,8 +91,8 @@ class Replicas:
     """The name of the strategy, for messages."""
     shard_over: int | None = None
     """How many devices that follow each other share the state; None for all."""
-    gathers_once: bool = False
-    """Whether what a step has gathered is kept for its backward pass."""
+    reshard_after_forward: bool | None = None
+    """Whether a parameter is gathered again for the backward pass, as ``FullyShardedStrategy`` takes it."""
     optimizer_memory_kind: str | None = None
     """The memory that the state of optimizers is in between steps; None for the devices' default memory."""
 

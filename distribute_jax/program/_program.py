@@ -132,8 +132,12 @@ def build(
     if options.donate_state and is_jit and _can_donate(traced):
         donated_state = len(traced.old_inputs)
     arguments = _donated_arguments(call, traced, step) if options.donate_args and is_jit else []
-    donated = (*range(donated_state), *arguments)
-    step = replace(step, donated=donated, ahead=ahead, gathers_once=replicas.gathers_once)
+    step = replace(
+        step,
+        donated=(*range(donated_state), *arguments),
+        ahead=ahead,
+        reshard_after_forward=replicas.reshard_after_forward,
+    )
     if replicas.divides_arguments:
         _log_replicated_arguments(call, traced, replicas.state_mesh)
     if replicas.parameter_device is not None:

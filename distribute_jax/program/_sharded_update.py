@@ -135,7 +135,14 @@ def split_in(
     marks = [_NOT_REPLICATED if split else MIRRORED for split in step.shardings.split]
     each, replicas = replicas_per_device(step.mesh), num_replicas(step.mesh)
     return kind(
-        body, marks, step.shardings.mirrored, replicas, each, shares, results, step.gathers_once
+        body,
+        marks,
+        step.shardings.mirrored,
+        replicas,
+        each,
+        shares,
+        results,
+        step.reshard_after_forward,
     )
 
 
@@ -214,14 +221,13 @@ class SplitStep:
         each: int,
         shares: Mapping[int, Cut | None],
         results: Mapping[int, Cut | None],
-        gathers_once: bool = False,
+        reshard_after_forward: bool | None = None,
     ) -> None:
         """Splits a step of so many replicas, ``each`` of them on a device.
 
-        ``shares`` says how inputs are divided, ``results`` how outputs should be. What ``gathers_once`` is
-        kept to the end of the first half.
+        ``shares`` says how inputs are divided, ``results`` how outputs should be.
         """
-        self._gathers_once = gathers_once
+        self._reshard = reshard_after_forward
         self.body, self.jaxpr, self.replicas, self.each = body, body.jaxpr, replicas, each
         self._shares = {i: cut for i, cut in shares.items() if cut is not None}
         self._wanted = _wanted(self.jaxpr, results)
@@ -337,7 +343,7 @@ class SplitStep:
     def gathering(self) -> Gathering:
         """Returns what runs equations that read shares."""
         total = sum(prod(self.jaxpr.invars[i].aval.shape) for i in self._shares)
-        return Gathering(total, keeps=self._gathers_once)
+        return Gathering(total, self._reshard)
 
     def sums(self) -> list[tuple[Any, Any]]:
         """Returns what is summed between the halves, with the sum."""

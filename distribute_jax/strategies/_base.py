@@ -82,7 +82,7 @@ class Strategy(InputMethods, ModelMethods, V1Methods):
         shared: tuple[type[nnx.Variable[Any]], ...] = (),
         rules: Rules | None = None,
         shard_over: int | None = None,
-        gathers_once: bool = False,
+        reshard_after_forward: bool | None = None,
         optimizer_memory_kind: str | None = None,
         axis_name: str = DATA,
     ) -> None:
@@ -95,7 +95,7 @@ class Strategy(InputMethods, ModelMethods, V1Methods):
             shared: the kinds of variables that are sharded over the replicas.
             rules: how the model is sharded over the devices of each replica.
             shard_over: how many consecutive devices shard the state; None for all.
-            gathers_once: whether weights that a step has gathered are kept for its backward pass.
+            reshard_after_forward: as for ``FullyShardedStrategy``.
             optimizer_memory_kind: the memory that stores the state of optimizers between steps; None for
                 the devices' default memory.
             axis_name: how code in ``run`` names the axis of the replicas, beside ``"data"``.
@@ -112,7 +112,7 @@ class Strategy(InputMethods, ModelMethods, V1Methods):
             rules,
             name,
             shard_over,
-            gathers_once,
+            reshard_after_forward,
             optimizer_memory_kind,
         )
         self._axis_name = checked_axis_name(axis_name, mesh, name)
@@ -445,7 +445,8 @@ class Strategy(InputMethods, ModelMethods, V1Methods):
         sharded = ", shard_optimizer_state=True" if self._replicas.shared == (nnx.OptState,) else ""
         over = self._replicas.shard_over
         groups = "" if over is None else f", shard_over={over}"
-        groups += ", reshard_after_forward=False" if self._replicas.gathers_once else ""
+        reshard = self._replicas.reshard_after_forward
+        groups += "" if reshard is None else f", reshard_after_forward={reshard}"
         each = replicas_per_device(self._mesh)
         several = f", replicas_per_device={each}" if each > 1 else ""
         return f"{type(self).__name__}([{names}]{sharded}{groups}{several})"

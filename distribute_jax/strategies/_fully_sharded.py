@@ -20,7 +20,7 @@ class FullyShardedStrategy(Strategy):
 
     Parameters, gradients and the optimizer's state are divided among the devices, each array along one
     dim, so that N devices hold a model of about N times the size. The step does not change: a parameter is
-    gathered where the step reads it, one layer at a time inside ``nnx.scan``, and dropped; gradients are
+    gathered where the step reads it, one layer at a time inside ``nnx.scan``; gradients are
     reduce-scattered; each replica updates its share. Losses and updates are those of
     ``MirroredStrategy``: the same bits for SGD with momentum where XLA compiles the computation of a
     replica in the same way, else equal to rounding. Arrays of fewer than 1024 elements, or without a dim
@@ -32,10 +32,11 @@ class FullyShardedStrategy(Strategy):
             it; None means all devices. Their number is a multiple of it. The step, its replicas and the axis
             ``"data"`` stay those of all devices; sums in groups have another order, so that losses and
             updates are those of ``MirroredStrategy`` to rounding. 1, which divides nothing, is refused.
-        reshard_after_forward: whether a parameter that was gathered is dropped, and gathered again for the
-            backward pass. With False it is kept: a step gathers each parameter once and needs the memory of
-            the whole parameters while it runs, as PyTorch's option of this name. Layers inside ``nnx.scan``
-            and rematerialised blocks are gathered again in any case.
+        reshard_after_forward: whether a gathered parameter is dropped after its use and gathered again for
+            the backward pass, as in PyTorch's ``fully_shard``. None: only inside ``nnx.scan`` and
+            rematerialised blocks, where one layer is whole at a time. True: everywhere, which takes the
+            least memory. False: nowhere; each parameter is gathered once in a step, and is whole until its
+            gradient is computed.
         replicas_per_device: as for ``MirroredStrategy``; the state is divided among the devices.
         cluster_resolver: who the processes are, to divide the model over the devices of all of them, as
             ``dj.cluster_resolver.detect()``; they are connected as by ``MultiWorkerMirroredStrategy``.
@@ -70,7 +71,7 @@ class FullyShardedStrategy(Strategy):
         devices: Sequence[Any] | None = None,
         *,
         shard_over: int | None = None,
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | None = None,
         replicas_per_device: int = 1,
         cluster_resolver: ClusterResolver | None = None,
         cluster_options: ClusterOptions | None = None,
@@ -91,7 +92,7 @@ class FullyShardedStrategy(Strategy):
             steps_in_flight=steps_in_flight,
             shared=(nnx.Variable,),
             shard_over=shard_over,
-            gathers_once=not reshard_after_forward,
+            reshard_after_forward=reshard_after_forward,
             optimizer_memory_kind=optimizer_memory_kind,
             axis_name=axis_name,
         )

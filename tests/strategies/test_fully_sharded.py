@@ -43,13 +43,13 @@ class Block(nnx.Module):
 
 
 class Language(nnx.Module):
-    """Blocks in a loop, in a scan, or in a scan of rematerialised ones; the embedding is tied."""
+    """Blocks in a loop or in a scan, rematerialised or not; the embedding is tied."""
 
     def __init__(self, mode: str, rate: float = 0.0) -> None:
         rngs = nnx.Rngs(0)
         self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
         self.mode = mode
-        if mode == "loop":
+        if "loop" in mode:
             self.blocks: Any = nnx.List([Block(rate, rngs) for _ in range(LAYERS)])
         else:
             make = nnx.vmap(lambda rngs: Block(rate, rngs))
@@ -57,12 +57,12 @@ class Language(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.embed(tokens)
-        if self.mode == "loop":
+        one: Any = lambda x, block: block(x)  # noqa: E731
+        one = nnx.remat(one) if "remat" in self.mode else one
+        if "loop" in self.mode:
             for block in self.blocks:
-                x = block(x)
+                x = one(x, block)
         else:
-            one: Any = lambda x, block: block(x)  # noqa: E731
-            one = nnx.remat(one) if self.mode == "remat" else one
             x = nnx.scan(one, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
         return self.embed.attend(x)
 
@@ -86,6 +86,7 @@ MODELS: dict[str, Callable[[], nnx.Module]] = {
     "loop": lambda: Language("loop"),
     "scan": lambda: Language("scan"),
     "remat": lambda: Language("remat"),
+    "remat loop": lambda: Language("remat loop"),
     "dropout": lambda: Language("remat", 0.1),
     "convolution": Net,
 }
@@ -214,26 +215,44 @@ def test_layers_are_gathered_in_the_scan_and_summed_there() -> None:
     """A scan of rematerialised blocks gathers each kernel in the body, forward and backward."""
     strategy = dj.FullyShardedStrategy([0, 1, 2, 3])
     trained(strategy, *made(strategy, MODELS["remat"]), (16,))
-    # Two kernels forward and, with what rematerialisation computes again, two backward; the embedding is
-    # read by the lookup, and forward and backward where logits are computed from it.
+    # Two kernels forward and, with what rematerialisation computes again, two backward, and the embedding.
     found = collectives(strategy)
-    assert (found["all_gather"], found["reduce_scatter"], found["all_to_all"]) == (7, 3, 0)
+    assert (found["all_gather"], found["reduce_scatter"], found["all_to_all"]) == (5, 3, 0)
+
+
+GATHERS = {
+    "loop": {None: 5, True: 11, False: 5},
+    "remat loop": {None: 9, True: 11, False: 5},
+    "scan": {None: 5, True: 7, False: 3},
+    "remat": {None: 5, True: 7, False: 3},
+    "dropout": {None: 5, True: 7, False: 3},
+    "convolution": {None: 1, True: 2, False: 1},
+}
+"""The all-gathers of a step with each reshard_after_forward, by model; bodies of scans once.
+
+The loops have four kernels, the scans two. With None a tied embedding is gathered once, a kernel in a scan or
+a rematerialised block twice, and any other once.
+"""
 
 
 @pytest.mark.parametrize("devices", [long(2), 4, long(8)])
-@pytest.mark.parametrize("name", ["loop", *map(long, ("scan", "remat", "dropout", "convolution"))])
-def test_parameters_are_gathered_once_where_they_are_kept(name: str, devices: int) -> None:
-    """Without reshard_after_forward a parameter is gathered once in a step, which leaves the same bits."""
+@pytest.mark.parametrize("name", ["remat loop", *map(long, GATHERS.keys() - {"remat loop"})])
+def test_how_often_parameters_are_gathered(name: str, devices: int) -> None:
+    """reshard_after_forward decides it, and changes no bits; what divides the state is the same."""
     numbers = list(range(devices))
-    kept = dj.FullyShardedStrategy(numbers, reshard_after_forward=False)
     mirrored = dj.MirroredStrategy(numbers)
-    model, optimizer = made(kept, MODELS[name])
-    got = trained(kept, model, optimizer)
-    assert_same_bits(got, trained(mirrored, *made(mirrored, MODELS[name])))
-    if name == "loop":
-        divided = [x for x in jax.tree.leaves(nnx.state(model)) if not x.is_fully_replicated]
-        assert collectives(kept)["all_gather"] == len(divided)
-    assert repr(kept).endswith(", reshard_after_forward=False)")
+    expected = trained(mirrored, *made(mirrored, MODELS[name]))
+    arguments = set()
+    for reshard, gathers in GATHERS[name].items():
+        strategy = dj.FullyShardedStrategy(numbers, reshard_after_forward=reshard)
+        assert_same_bits(trained(strategy, *made(strategy, MODELS[name])), expected)
+        assert collectives(strategy)["all_gather"] == gathers
+        compiled = program(strategy).compiled
+        assert len(re.findall(r" all-gather(?:-start)?\(", compiled.as_text())) <= gathers
+        arguments.add(compiled.memory_analysis().argument_size_in_bytes)
+        option = "" if reshard is None else f", reshard_after_forward={reshard}"
+        assert repr(strategy).endswith(f"cpu:{devices - 1}]{option})")
+    assert len(arguments) == 1
 
 
 @pytest.mark.exhaustive
