@@ -1,8 +1,7 @@
-"""Plans: what a step takes on each device, for any number of replicas, compiled and not run.
+"""Plans: the memory and collectives of a step for any number of replicas, compiled without running it.
 
-The step goes the way of ``run``, through ``build``, with an abstract mesh in place of the strategy's and
-abstract values in place of the state and the batch. XLA compiles it for as many devices as there would be,
-of which each is this process's first, so that no other has to be there.
+The step is built as by ``run``, with an abstract mesh, and abstract values for state and batch. XLA compiles
+it for the planned number of devices, with this process's first device in place of each: no other is needed.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from distribute_jax.program._trace_errors import explain_compile_errors, step_na
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """What a step takes on each device, found out by compiling it; ``str`` shows it as a table.
+    """What a step needs on each device, known from compiling it; ``str`` shows it as a table.
 
     Bytes are those of one device, as XLA counts them for the platform that it was compiled for.
     """
@@ -55,29 +54,29 @@ class StepPlan:
     step: str
     """The name of the step's function."""
     strategy: str
-    """The strategy as it is shown, without its devices."""
+    """The strategy's repr without its devices."""
     replicas: int
     """The number of replicas that it was compiled for."""
     platform: str
-    """What it was compiled for, such as ``"cpu"``; temporaries and collectives depend on it."""
+    """The platform, such as ``"cpu"``; temporaries and collectives depend on it."""
     state_bytes: Mapping[str, int]
     """Bytes of the variables that the step reaches: ``parameters``, ``optimizer`` and ``other``."""
     argument_bytes: int
-    """Bytes of state and batch that the program takes."""
+    """Bytes of state and batch."""
     temporary_bytes: int
-    """Bytes that it needs while it runs: activations, gradients, what is gathered."""
+    """Bytes of activations, gradients and gathered arrays."""
     output_bytes: int
     """Bytes of new state and results."""
     alias_bytes: int
-    """Bytes of these outputs that take the place of arguments."""
+    """Bytes of outputs that reuse the memory of arguments."""
     flops: float
-    """Operations of one device, with the body of a loop once."""
+    """Floating-point operations of one device; the body of a loop counts once."""
     collectives: tuple[Collective, ...]
-    """What the devices send each other."""
+    """The collectives, with the bytes of each kind."""
     placements: tuple[PlacedLeaf, ...]
-    """Where each array of the state is, as ``strategy.placement`` has it."""
+    """The placement of each array of state, as from ``strategy.placement``."""
     seconds: Mapping[str, float]
-    """How long it took to ``trace``, ``lower`` and ``compile`` the step."""
+    """Seconds to ``trace``, ``lower`` and ``compile`` the step."""
 
     @property
     def device_bytes(self) -> int:
@@ -174,7 +173,7 @@ def plan(
         kwargs: keyword arguments.
         options: how to compile.
         strategies: the strategies to compare; a batch may be distributed by any of them.
-        replicas: the numbers of replicas; no more devices than one have to be there.
+        replicas: the numbers of replicas; one device is enough to plan for any number.
         device_memory_bytes: the memory of one device, to see in the table what fits.
 
     Returns:
@@ -225,7 +224,7 @@ def plan_table(
     numbers: Iterable[int | None],
     device_memory_bytes: int | None,
 ) -> PlanTable:
-    """Plans for each number of replicas; raises only if there is no plan at all."""
+    """Plans for each number of replicas; raises only if every plan is refused."""
     plans, refused, numbers = [], [], list(numbers)
     for plan_for, number in itertools.product(planned, numbers):
         try:
@@ -245,10 +244,10 @@ def plan_step(
     options: RunOptions,
     number: int | None,
 ) -> StepPlan:
-    """Compiles a step for a number of replicas; variables and what they hold stay as they are."""
+    """Compiles a step for a number of replicas, without changing any variable."""
     if options.lowering == "pmap":
         raise LoweringError(
-            'strategy.plan: what RunOptions(lowering="pmap") compiles is made when it runs. Leave it out.'
+            'strategy.plan: RunOptions(lowering="pmap") compiles only when it runs. Leave it out.'
         )
     check_function(fn)
     if number is None:
@@ -286,7 +285,7 @@ def plan_step(
 
 
 def _on_replicas(value: Any, mesh: Any) -> Any:
-    """Returns a batch as that of as many replicas as a mesh has, each with as much as now."""
+    """Returns an abstract batch for the replicas of a mesh, with the same size for each."""
     if not isinstance(value, PerReplica):
         return value
     number, shape = num_replicas(mesh), value.part_shape
@@ -297,7 +296,7 @@ def _on_replicas(value: Any, mesh: Any) -> Any:
 
 
 def _kept_over(to: NamedSharding, value: Any, mesh: Any) -> NamedSharding | None:
-    """Returns how an argument would be divided over a mesh of another number of replicas."""
+    """Returns the sharding of an argument over a mesh of another size."""
     axes, axis = list(to.spec), share_axis(mesh)
     if (dim := data_dim(to.spec)) is not None:
         axes[dim] = None if value.shape[dim] % mesh.shape[axis] else axis
@@ -305,7 +304,7 @@ def _kept_over(to: NamedSharding, value: Any, mesh: Any) -> NamedSharding | None
 
 
 def _give_shapes(created: Sequence[nnx.Variable[Any]], number: int) -> None:
-    """Lets variables that a step made when it was traced hold shapes, in place of first values."""
+    """Replaces the initial values of variables that the step created by their shapes."""
     adopt(created)
     for variable in created:
         raw = abstract(variable.get_raw_value())
@@ -317,7 +316,6 @@ def _give_shapes(created: Sequence[nnx.Variable[Any]], number: int) -> None:
 def _planned(
     strategy: Any, call: Call, program: Program, ahead: AheadOfTime, replicas: Replicas
 ) -> StepPlan:
-    """Puts together what is known of a compiled program."""
     binding = call.binding
     placements = replicas.rows(binding.variables, binding.paths())
     rows = iter(placements)

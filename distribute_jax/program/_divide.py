@@ -1,8 +1,8 @@
-"""How the state and the update of a step are divided among servers: what each stores, reads and computes.
+"""Divides the state and the update of a step among parameter servers: what each stores, reads and computes.
 
-The update is the part of a step's program that is equal on all replicas. Each server computes what its new
-state needs, from the newest state. What two servers need and gradients alone decide, such as their global
-norm, a worker computes once.
+The update is the part of a step's program that is equal on all replicas. Each server computes its new state
+from the newest one. Values that two servers need and that depend on gradients alone, such as their global
+norm, are computed once, by a worker.
 """
 
 from __future__ import annotations
@@ -32,106 +32,104 @@ from distribute_jax.program._jaxprs import (
 from distribute_jax.program._rows import Ids, Needs, Rows
 
 SMALL = 16
-"""State of so many elements, such as a count of steps, is stored on each server that reads it."""
+"""State of at most this many elements, such as a step count, is stored on every server that reads it."""
 
-_FOREIGN = """\
+_READS_OTHER_SERVER = """\
 The update of {name} on server {server} reads {foreign} at {where}, which is stored on server {home}.
 A server updates its variables from what it stores and what a worker sends. Schedule this step before others \
 that change these variables, so that they are stored on one server, or use \
 ParameterServerStrategy(servers=1)."""
 
-_USED_AGAIN = """\
+_READS_NEW_VALUE = """\
 The step uses the new value of {name} at {where}.
 Parameter servers compute new values after the worker has finished the step, from their newest state. Use it \
 in the next step, or in a separate function: coordinator.schedule(evaluate, args=(batch,))."""
 
-_RESULT = """\
+_RETURNS_NEW_VALUE = """\
 {result} is computed from the new value of {name} at {where}.
 Parameter servers compute new values after the worker has finished the step and returned its results. Return \
 it from a separate function, scheduled after this one."""
 
 
-_TOGETHER = """\
+_STORED_TOGETHER = """\
 Parameter servers store %s and %d more variables on one server, since their updates read each other's state, \
-as where updates are clipped by their norm."""
-_WHOLE = "Parameter servers do not divide %s: %s."
+as when updates are clipped by their norm."""
+_NOT_DIVIDED = "Parameter servers do not divide %s: %s."
 
 Homes = Mapping[int, Mapping[int, Rows | None]]
-"""By the number of a leaf of state, the servers that store it, and which rows of it; None for all."""
+"""For each leaf of state, by number, the servers that store it, and which rows; None for all rows."""
 
 Parts = Callable[[str, Any], list[Rows]]
-"""Returns the rows of each part that a variable of a name and type is to be divided into."""
+"""Returns the rows of each part of a variable, by its name and type."""
 
 
 class ServerPart(NamedTuple):
-    """What one server stores and computes; state is named by its number."""
+    """The state and the update of one server; state is named by its number."""
 
     state: tuple[int, ...]
-    """What it stores."""
+    """The leaves that it stores."""
     writes: tuple[int, ...]
-    """What of that gets a new value."""
+    """The leaves that it updates."""
     reads: tuple[int, ...]
-    """What of that its update reads."""
+    """The leaves that its update reads."""
     takes: tuple[tuple[Any, Rows | Ids | None], ...]
-    """The variables of the jaxpr that a worker hands to it, and which rows of them; None for all."""
+    """The variables of the jaxpr that a worker sends, and which rows of them; None for all."""
     needs: Needs
-    """Its update, and which rows it reads and computes."""
+    """The equations of its update, and which rows they read and compute."""
     shared: tuple[Any, ...]
-    """Numbers in it that the updates of other servers read too, such as how far a schedule is."""
+    """Scalars in it that the updates of other servers compute too, such as a learning rate."""
 
 
 class Division(NamedTuple):
-    """A step, divided among a worker and servers."""
+    """A step divided between a worker and servers."""
 
     homes: tuple[Mapping[int, Rows | None], ...]
-    """The servers that store each leaf of state, in their order, and which rows of it; None for all."""
+    """For each leaf of state, the servers that store it, and which rows; None for all rows."""
     servers: tuple[ServerPart, ...]
     eqns: tuple[Any, ...]
-    """What a worker computes."""
+    """The worker's equations."""
     pulls: tuple[int, ...]
-    """The state that it reads."""
+    """The leaves that the worker reads."""
     asks: tuple[Any, ...]
-    """What it returns, by which those results that are equal on all replicas are computed."""
+    """The worker's outputs that ``finish`` reads."""
     finish: tuple[Any, ...]
-    """What they are computed by, where workers add up what each of them returns."""
+    """The equations that compute mirrored results from sums over workers."""
 
 
 class State(NamedTuple):
-    """The leaves of state that a program has as inputs and outputs, by their numbers."""
+    """The state among the inputs and outputs of a program, by number of the leaf."""
 
     names: Sequence[str]
     inputs: dict[int, Any]
-    """The variable of the jaxpr that holds it; not of state that the step does not read."""
+    """The variable of the jaxpr, for state that the step reads."""
     outputs: dict[int, Any]
-    """The atom that is its new value."""
+    """The atom of the new value."""
     types: Sequence[Any]
     together: Sequence[Sequence[int]]
-    """Numbers of the leaves of one variable each, in the order in which servers take them."""
+    """The leaves of each variable, in the order in which variables are assigned to servers."""
     followers: frozenset[int]
-    """State of optimizers, which is stored with the weight that it is for."""
+    """Optimizer state, which is stored with its weight."""
 
 
 class _Groups:
-    """Numbers that belong together; the head of a group is the first that follows none."""
+    """Disjoint sets of leaves; the head of a group is its first leaf that is not optimizer state."""
 
     def __init__(self, number: int, followers: frozenset[int]) -> None:
         self._above, self._followers = list(range(number)), followers
 
     def head(self, k: int) -> int:
-        """Returns the head of a number's group."""
         while self._above[k] != k:
             k = self._above[k]
         return k
 
     def join(self, numbers: Sequence[int]) -> None:
-        """Joins the groups of some numbers."""
         heads = sorted({self.head(k) for k in numbers}, key=lambda k: (k in self._followers, k))
         for head in heads[1:]:
             self._above[head] = heads[0]
 
 
 class Update:
-    """The equations of a step, sorted by what they depend on."""
+    """The equations of a step, classified by their dependencies on state, data and sums."""
 
     def __init__(
         self,
@@ -142,10 +140,15 @@ class Update:
         state: State,
         sums: Sequence[Any] = (),
     ) -> None:
-        """Takes a program, what of it each worker needs ``first``, and what ``differs`` between workers.
+        """Classifies the equations of a program.
 
-        ``stays`` says of an equation that it is computed by the worker although it gives all the same.
-        ``sums`` are the equations of which a worker computes what is added up.
+        Args:
+            jaxpr: the program of a worker.
+            first: the equations that each worker must run.
+            differs: True if a variable differs between workers.
+            stays: True if the worker runs an equation although its result is equal on all workers.
+            state: the state in the program.
+            sums: the equations that sum over workers.
         """
         self.jaxpr, self.state = jaxpr, state
         self.first = set(map(id, first))
@@ -156,7 +159,7 @@ class Update:
         self._from_sums = set(self.summed)
         self._on_servers: set[int] = set()
         self._narrow: dict[tuple[int, tuple[int, ...]], Any] = {}
-        self._whole: dict[int, int] = {}
+        self._whole_cond_id: dict[int, int] = {}
         self._rows: dict[int, dict[int, Rows]] = {}
         self._by_rows: set[int] = set()
         self._effects = [eqn for eqn in jaxpr.eqns if has_effects(eqn)]
@@ -181,23 +184,25 @@ class Update:
             and v in self._from_data
             and v not in self._number
         }
-        """New values that depend on old ones and on data."""
+        """New values that depend on old values and on data."""
 
     def check_not_used_again(self, results: Mapping[str, Any]) -> None:
-        """Refuses a step of which a worker would need new state."""
+        """Refuses a step in which a worker would read new state."""
         first = [eqn for eqn in self.jaxpr.eqns if id(eqn) in self.first]
-        self._refuse_new(first, _USED_AGAIN)
+        self._refuse_new(first, _READS_NEW_VALUE)
         for result, atom in results.items():
             if not isinstance(atom, jex_core.Literal) and atom in self.updated:
                 eqn = next(eqn for eqn in self.jaxpr.eqns if atom in eqn.outvars)
                 name, where = self._name(atom), line(eqn)
-                raise LoweringError(_RESULT.format(result=result, name=name, where=where))
-            self._refuse_new(self.slice([atom]), _RESULT, result)
+                raise LoweringError(
+                    _RETURNS_NEW_VALUE.format(result=result, name=name, where=where)
+                )
+            self._refuse_new(self.slice([atom]), _RETURNS_NEW_VALUE, result)
 
     def _refuse_new(self, eqns: Sequence[Any], text: str, result: str = "") -> None:
         uses = [(eqn, v) for eqn in eqns for v in variables(eqn.invars) if v in self.updated]
         uses += [(eqn, v) for eqn in eqns for v in eqn.outvars if v in self.updated]
-        if uses:  # of a weight rather than of the optimizer's state that it is computed from
+        if uses:  # name a weight rather than the optimizer state that it is computed from
             eqn, v = min(uses, key=lambda use: self.updated[use[1]] in self.state.followers)
             name, where = self._name(v), line(eqn)
             raise LoweringError(text.format(result=result, name=name, where=where))
@@ -208,7 +213,7 @@ class Update:
     def slice(
         self, atoms: Iterable[Any], includes: Callable[[Any], bool] = lambda _: True
     ) -> list[Any]:
-        """Returns the equations that some values are computed by, of those that count."""
+        """Returns the equations that some values depend on, among those that ``includes`` selects."""
         needed, eqns = set(variables(atoms)), []
         for eqn in reversed(self.jaxpr.eqns):
             if any(v in needed for v in eqn.outvars) and includes(eqn):
@@ -217,33 +222,33 @@ class Update:
         return eqns[::-1]
 
     def _narrowed(self, eqn: Any, needed: set[Any]) -> Any:
-        """Returns a condition without the branches' results that are not needed."""
+        """Returns a condition without results that are not needed."""
         outs = tuple(i for i, v in enumerate(eqn.outvars) if v in needed)
         if eqn.primitive.name != "cond" or has_effects(eqn) or len(outs) == len(eqn.outvars):
             return eqn
         if (id(eqn), outs) not in self._narrow:
             self._narrow[id(eqn), outs] = narrow = narrowed_cond(eqn, outs)
-            self._whole[id(narrow)] = id(eqn)
+            self._whole_cond_id[id(narrow)] = id(eqn)
         return self._narrow[id(eqn), outs]
 
     def _id(self, eqn: Any) -> int:
-        return self._whole.get(id(eqn), id(eqn))
+        return self._whole_cond_id.get(id(eqn), id(eqn))
 
     def _needs(self, atoms: Iterable[Any], eqns: Sequence[Any]) -> list[Any]:
-        """Returns what these equations, which compute some values, need from elsewhere."""
+        """Returns the inputs of equations that compute some values."""
         computed = outputs_of(eqns)
         return [v for v in variables([*inputs_of(eqns), *atoms]) if v not in computed]
 
     def divide(self, servers: int, results: Sequence[Any], known: Homes, parts: Parts) -> Division:
-        """Divides the state and its update among so many servers, which are ``known`` of some state.
+        """Divides the state and its update among servers.
 
-        Other variables are divided among several servers, into the ``parts`` of each.
+        The servers of some state are ``known``; other variables may be divided into ``parts``.
         """
         groups = self._groups()
         weights = [k for k in self.updated.values() if k not in self.state.followers]
         if servers > 1 and len(weights) > 2 and len({groups[k] for k in weights}) == 1:
             name = self.state.names[weights[0]]
-            log_once(_TOGETHER, name, len(weights) - 1, about=name)
+            log_once(_STORED_TOGETHER, name, len(weights) - 1, about=name)
         homes = self._homes(servers, groups, known)
         self._divide_variables(servers, homes, groups, known, parts)
         stored = [
@@ -252,11 +257,11 @@ class Update:
         ]
         for s in range(servers):
             self._store_copies(s, stored, homes)
-        for k in range(len(self.state.names)):  # small state of an optimizer that no update reads
+        for k in range(len(self.state.names)):  # small optimizer state that no update reads
             if not any(k in of for of in stored):
                 stored[0].add(k)
         self._store_copies(0, stored, homes)
-        by_worker = self._by_worker(stored, results)
+        by_worker = self._equations_of_worker(stored, results)
         of_servers = [self._part(s, sorted(of), by_worker) for s, of in enumerate(stored)]
         finish = self.slice(results, self.after_sums)
         asks = self._needs(results, finish)
@@ -276,13 +281,13 @@ class Update:
         )  # fmt: skip
 
     def after_sums(self, eqn: Any) -> bool:
-        """Returns whether an equation needs what all workers return."""
+        """True if an equation depends on a sum over workers."""
         return any(v in self._from_sums and v not in self.summed for v in eqn.outvars)
 
     # Where state is stored
 
     def _homes(self, servers: int, group: Sequence[int], known: Homes) -> dict[int, int]:
-        """Returns the server of each leaf; not of small state of optimizers, which is where it is read."""
+        """Returns the server of each leaf, except small optimizer state, which is stored where it is read."""
         followers = self.state.followers
         heads = [leaves[0] for leaves in self.state.together]
         place = {group[k]: min(known[k]) for k in sorted(known, reverse=True)}
@@ -306,7 +311,7 @@ class Update:
         known: Homes,
         parts: Parts,
     ) -> None:
-        """Chooses the servers that have rows of a variable; of its optimizer state they have the same."""
+        """Chooses the servers of rows of variables; optimizer state is divided like its variable."""
         names, types = self.state.names, self.state.types
         fixed = {groups[k]: known[k] for k in known if self._is_large(k)}
         for head in sorted({groups[k] for k in homes} - self.state.followers):
@@ -321,10 +326,10 @@ class Update:
             for k in [k for k in self._rows if groups[k] in {groups[i] for i in reasons}]:
                 del self._rows[k]
             for k, why in reasons.items():
-                log_once(_WHOLE, names[groups[k]], why, about=names[groups[k]])
+                log_once(_NOT_DIVIDED, names[groups[k]], why, about=names[groups[k]])
 
     def _needed_whole(self) -> dict[int, str]:
-        """Returns the divided state that an update needs whole, with the reason."""
+        """Returns the divided state that an update needs whole, with reasons."""
         outputs, types = self.state.outputs, self.state.types
         rows = {outputs[k]: next(iter(of.values())) for k, of in self._rows.items() if k in outputs}
         whole = [v for k, v in outputs.items() if k not in self._rows]
@@ -340,7 +345,7 @@ class Update:
         return reasons
 
     def _groups(self) -> list[int]:
-        """Returns for each leaf the first of those that are stored together: a weight, if there is one."""
+        """Returns for each leaf the head of its group: leaves that are stored together."""
         groups = _Groups(len(self.state.names), self.state.followers)
         for leaves in self.state.together:
             groups.join(leaves)
@@ -349,9 +354,9 @@ class Update:
         return [groups.head(k) for k in range(len(self.state.names))]
 
     def _sources(self) -> dict[int, set[int]]:
-        """Returns the changing state that each update reads, but for numbers, which each server can have.
+        """Returns the changing state that each update reads, without state that every server can store.
 
-        Small state that changes as nobody's gradient says, such as a random key, each server can have too.
+        That is scalars, and small state that depends on no gradient, such as a random key.
         """
         sets = {v: 1 << k for v, k in self._number.items()}
         of_all = _flows(
@@ -370,7 +375,7 @@ class Update:
     # What each part computes
 
     def _store_copies(self, server: int, stored: list[set[int]], homes: dict[int, int]) -> None:
-        """Lets a server store small state that its update reads, and state that never changes."""
+        """Adds copies of small or constant state that the update of a server reads."""
         state = self.state
         while True:
             written = {k: v for k, v in state.outputs.items() if k in stored[server]}
@@ -394,7 +399,7 @@ class Update:
                 if self.state.inputs[foreign] in eqn.invars:
                     names = self.state.names
                     raise LoweringError(
-                        _FOREIGN.format(
+                        _READS_OTHER_SERVER.format(
                             name=names[k],
                             server=server,
                             foreign=names[foreign],
@@ -410,8 +415,8 @@ class Update:
         v = eqn.outvars[0]
         return v in self._from_data and v not in self._from_state and v not in self._from_sums
 
-    def _by_worker(self, stored: Sequence[set[int]], results: Sequence[Any]) -> set[int]:
-        """Returns the equations of gradients alone that two servers need, a result, or the worker itself."""
+    def _equations_of_worker(self, stored: Sequence[set[int]], results: Sequence[Any]) -> set[int]:
+        """Returns the equations that depend on gradients alone and that the worker runs for all servers."""
         outputs = self.state.outputs
         asked: dict[int, int] = {}
         slices = [
@@ -420,7 +425,7 @@ class Update:
         slices.append(self.slice(results, self._of_state))
         for eqns in slices:
             for eqn in filter(self._from_data_alone, eqns):
-                if self._id(eqn) not in self._by_rows:  # of which each computes a part
+                if self._id(eqn) not in self._by_rows:  # each server computes its rows
                     asked[self._id(eqn)] = asked.get(self._id(eqn), 0) + 1
         of_results = set(map(self._id, slices[-1]))
         return {i for i, number in asked.items() if number > 1 or i in of_results | self.first}
@@ -450,7 +455,7 @@ def _flows(
     outs: Sequence[Any],
     includes: Callable[[Any], bool] = lambda _: True,
 ) -> list[int]:
-    """Returns which inputs some values of a program are computed from, as sets in the bits of a number."""
+    """Returns the inputs that some values of a program depend on, as bit sets."""
     env = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> int:
@@ -473,7 +478,7 @@ def _flows(
 
 
 def _bodies(eqn: Any) -> tuple[Sequence[Any], int]:
-    """Returns the bodies of which an equation runs one on its operands, but for the first of them."""
+    """Returns the bodies of an equation, and the index of the first operand that they take."""
     if eqn.primitive.name == "cond":
         return eqn.params["branches"], 1
     body = called_body(eqn) if eqn.primitive.name in CALLS else None

@@ -39,19 +39,19 @@ from distribute_jax.program._placement import data_dim
 from distribute_jax.program._placement_rules import Axes, names_of
 
 
-class Cut(NamedTuple):
-    """How an array is divided: by the replicas along one dim, and maybe by the devices of each."""
+class ShareSpec(NamedTuple):
+    """How an array is divided over the replicas, and over the devices of each."""
 
     dim: int
-    """The dim that the replicas divide."""
+    """The dim that is divided over the replicas."""
     axes: Axes
-    """What divides the other dims."""
+    """The mesh axes that divide the other dims over the devices of a replica."""
     shares: int
-    """How many replicas divide it; as many that follow divide a copy."""
+    """The number of shares; if there are more replicas, each group of so many has a copy."""
 
     @classmethod
-    def of(cls, sharding: NamedSharding, ndim: int) -> Cut | None:
-        """Returns how a sharding divides an array; None where the replicas do not."""
+    def of(cls, sharding: NamedSharding, ndim: int) -> ShareSpec | None:
+        """Returns the spec of a sharding; None if it does not divide the array over the replicas."""
         if (dim := data_dim(sharding.spec)) is None:
             return None
         axes = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
@@ -59,31 +59,31 @@ class Cut(NamedTuple):
         return cls(dim, tuple(axes), sharding.mesh.shape[share_axis(sharding.mesh)])
 
     def scatter(self, array: Any) -> Share:
-        """Sums an array over the replicas, and leaves each its share."""
+        """Reduce-scatters an array over the replicas."""
         local = self._by_parts(jax.lax.psum_scatter, array, scatter_dimension=self.dim)
         if (groups := self._groups()) is not None:
             local = jax.lax.psum(local, DATA, axis_index_groups=groups.T.tolist())
         return Share(local, self)
 
     def gather(self, local: Any) -> Any:
-        """Puts the replicas' shares together."""
+        """All-gathers the shares of the replicas."""
         return self._by_parts(jax.lax.all_gather, local, axis=self.dim)
 
-    def inside(self) -> Cut | None:
-        """Returns how one layer of stacked ones is divided; None where the layers are."""
+    def inside(self) -> ShareSpec | None:
+        """Returns the spec of one of stacked layers; None if the stack is divided along its layers."""
         return self._replace(dim=self.dim - 1, axes=self.axes[1:]) if self.dim > 0 else None
 
-    def stacked(self) -> Cut:
-        """Returns how layers of such arrays are divided."""
+    def stacked(self) -> ShareSpec:
+        """Returns the spec of such arrays when they are stacked."""
         return self._replace(dim=self.dim + 1, axes=(None, *self.axes))
 
     def _groups(self) -> np.ndarray[Any, Any] | None:
-        """Returns the numbers of the replicas that divide each copy; None where there is one copy."""
+        """Returns the replica ids of each group that has a copy; None for one group."""
         replicas = np.arange(jax.lax.axis_size(DATA)).reshape(-1, self.shares)
         return replicas if len(replicas) > 1 else None
 
     def _by_parts(self, collective: Callable[..., Any], array: Any, **dims: int) -> Any:
-        """Runs a collective on the part of each device of a replica: XLA would gather the parts first."""
+        """Runs a collective device by device: XLA would gather the array over the replica's devices first."""
         groups = self._groups()
         run = functools.partial(
             collective,
@@ -105,37 +105,37 @@ class Share:
     """One replica's share of an array."""
 
     local: Any
-    cut: Cut
+    spec: ShareSpec
 
     def whole(self, after: Any = None) -> Any:
-        """Gathers the array; not before ``after`` is computed, so that one gather is ahead of its use."""
+        """Gathers the array once ``after`` is computed, so that at most one gather runs ahead of its use."""
         local = self.local
         if after is not None:
             local, _ = jax.lax.optimization_barrier((local, after))
-        return self.cut.gather(local)
+        return self.spec.gather(local)
 
 
 _INLINED = frozenset({"jit", "custom_jvp_call", "custom_vjp_call"})
 
-_EACH_ELEMENT = frozenset({
+_ELEMENTWISE = frozenset({
     "convert_element_type", "copy", "name", "neg", "reduce_precision", "stop_gradient",
 })  # fmt: skip
 
-_BY_A_NUMBER = frozenset({"add", "div", "mul", "sub"})
+_WITH_SCALAR = frozenset({"add", "div", "mul", "sub"})
 
 
 class Gathering:
-    """Runs equations on one replica, some of whose operands are shares."""
+    """Runs the equations of one replica, some operands of which are shares."""
 
     def __init__(self, total: int, reshard: bool | None = None) -> None:
         """Starts with nothing gathered.
 
-        ``total`` is the size of all that is divided. With ``reshard`` an array is gathered at every equation
-        that reads it; with None once, but in the body of each scan and rematerialised block; with False
-        once in all.
+        ``total`` is the number of divided elements. ``reshard`` is the strategy's ``reshard_after_forward``:
+        with True an array is gathered at every equation that reads it; with None once, and again in each
+        scan and rematerialised block; with False once.
         """
         self._total, self._reshard = total, reshard
-        self._last: Any = None
+        self._previous: Any = None
         self._gathered: dict[int, tuple[Share, Any]] = {}
 
     def run(
@@ -144,12 +144,12 @@ class Gathering:
         eqns: Sequence[Any],
         values: Values,
         wanted: Iterable[Any],
-        scattered: Mapping[Any, Cut] | None = None,
+        scattered: Mapping[Any, ShareSpec] | None = None,
     ) -> None:
         """Runs equations, and adds their results to the values.
 
-        ``scattered`` are results of scans that are summed over the replicas next, each with how the
-        sum is divided: they become shares of the sum inside the scan.
+        ``scattered`` are stacked results of scans that are reduce-scattered next, with the spec of the sum:
+        the reduce-scatter moves into the scan, so that whole gradients are never stacked.
         """
         scattered = scattered or {}
         needed = set(variables([*wanted, *inputs_of(eqns)]))
@@ -168,24 +168,24 @@ class Gathering:
         run_equations(jaxpr, piece, values, needed)
 
     def whole(self, values: Sequence[Any]) -> list[Any]:
-        """Returns values of which every share is gathered."""
+        """Returns the values with every share gathered."""
         outs = [self._whole(x) if isinstance(x, Share) else x for x in values]
         ready = [
             x for x in values
             if isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
         ]  # fmt: skip
         if ready:
-            self._last = min(ready, key=lambda x: x.size)
+            self._previous = min(ready, key=lambda x: x.size)
         return outs
 
     def _whole(self, share: Share) -> Any:
         if self._reshard:
-            return share.whole(self._last)
+            return share.whole(self._previous)
         if id(share) not in self._gathered:
             self._gathered[id(share)] = share, share.whole()
         return self._gathered[id(share)][1]
 
-    def _known(self, value: Any) -> Any:
+    def _whole_if_gathered(self, value: Any) -> Any:
         return self._gathered[id(value)][1] if id(value) in self._gathered else value
 
     def _body(self, body: Any, args: Sequence[Any]) -> list[Any]:
@@ -199,9 +199,9 @@ class Gathering:
         eqn: Any,
         args: list[Any],
         needed: set[Any],
-        scattered: Mapping[Any, Cut],
+        scattered: Mapping[Any, ShareSpec],
     ) -> list[Any]:
-        """Returns the results of an equation; of its operands some are shares."""
+        """Returns the results of an equation that has shares among its operands."""
         body = called_body(eqn)
         if body is not None and name(eqn) in _INLINED:
             return self._body(body, args)
@@ -211,8 +211,8 @@ class Gathering:
             return self._remat(eqn, args)
         if name(eqn) == "scan":
             return self._scan(eqn, args, needed, scattered)
-        args = list(map(self._known, args))
-        share = self._on_share(eqn, args)
+        args = list(map(self._whole_if_gathered, args))
+        share = self._run_on_share(eqn, args)
         if share is not None:
             return [share]
         pairs = zip(eqn.invars, self.whole(args), strict=True)
@@ -220,104 +220,105 @@ class Gathering:
         run_equations(jaxpr, [eqn], values, eqn.outvars)
         return [values.get(v) for v in eqn.outvars]
 
-    def _on_share(self, eqn: Any, args: Sequence[Any]) -> Share | None:
-        """Returns what an equation makes of one share without the others; None if it needs them."""
+    def _run_on_share(self, eqn: Any, args: Sequence[Any]) -> Share | None:
+        """Returns the result computed from the share alone; None if the equation needs the whole array."""
         shares = [x for x in args if isinstance(x, Share)]
         if len(shares) != 1 or len(eqn.outvars) != 1:
             return None
         share, primitive = shares[0], name(eqn)
-        # A number that is computed may be another on each replica, and their shares are of one array.
-        numbers = all(
+        # Only literals: a computed scalar may differ between replicas.
+        literals = all(
             x is share or isinstance(v, jex_core.Literal)
             for v, x in zip(eqn.invars, args, strict=True)
         )
-        if primitive in _EACH_ELEMENT or (primitive in _BY_A_NUMBER and numbers):
+        if primitive in _ELEMENTWISE or (primitive in _WITH_SCALAR and literals):
             local = [x.local if x is share else x for x in args]
-            return Share(eqn.primitive.bind(*local, **eqn.params), share.cut)
+            return Share(eqn.primitive.bind(*local, **eqn.params), share.spec)
         if primitive == "transpose":
             order = eqn.params["permutation"]
-            axes = tuple(share.cut.axes[i] for i in order)
-            cut = share.cut._replace(dim=order.index(share.cut.dim), axes=axes)
-            return Share(jax.lax.transpose(share.local, order), cut)
+            axes = tuple(share.spec.axes[i] for i in order)
+            spec = share.spec._replace(dim=order.index(share.spec.dim), axes=axes)
+            return Share(jax.lax.transpose(share.local, order), spec)
         if primitive == "reshape" and eqn.params.get("dimensions") is None:
             return self._reshaped(share, eqn.invars[0].aval.shape, eqn.params["new_sizes"])
         return None
 
     def _reshaped(self, share: Share, old: Sequence[int], new: Sequence[int]) -> Share | None:
-        """Returns the share of a reshaped array, where one new dim begins as the divided one does."""
-        if any(share.cut.axes):
-            return None  # where the parts of a replica's devices go is left to XLA
-        before, shares = prod(old[: share.cut.dim]), share.cut.shares
+        """Returns the share of a reshaped array if the share is contiguous along a new dim."""
+        if any(share.spec.axes):
+            return None  # XLA decides how a replica's devices divide the new dims
+        before, shares = prod(old[: share.spec.dim]), share.spec.shares
         for dim, size in enumerate(new):
             if size and prod(new[:dim]) == before and size % shares == 0:
                 sizes = [*new[:dim], size // shares, *new[dim + 1 :]]
-                cut = Cut(dim, (None,) * len(new), shares)
-                return Share(jax.lax.reshape(share.local, sizes), cut)
+                spec = ShareSpec(dim, (None,) * len(new), shares)
+                return Share(jax.lax.reshape(share.local, sizes), spec)
         return None
 
     def _remat(self, eqn: Any, args: Sequence[Any]) -> list[Any]:
-        """Runs a rematerialised block whose gathers are inside, so that they are done again too."""
-        local, cuts = _taken_apart(args)
-        out_cuts: list[Cut | None] = []
+        """Runs a rematerialised block with its gathers inside, so that they are rematerialised too."""
+        local, specs = _split_shares(args)
+        out_specs: list[ShareSpec | None] = []
 
         def body(*operands: Any) -> list[Any]:
             inner = Gathering(self._total)
-            outs = inner._body(eqn.params["jaxpr"], _put_together(operands, cuts))
-            outs, out_cuts[:] = _taken_apart(outs)
+            outs = inner._body(eqn.params["jaxpr"], _join_shares(operands, specs))
+            outs, out_specs[:] = _split_shares(outs)
             return outs
 
-        return _put_together(run_with_body(eqn, body, local), out_cuts)
+        return _join_shares(run_with_body(eqn, body, local), out_specs)
 
     def _scan(
-        self, eqn: Any, args: Sequence[Any], needed: set[Any], scattered: Mapping[Any, Cut]
+        self, eqn: Any, args: Sequence[Any], needed: set[Any], scattered: Mapping[Any, ShareSpec]
     ) -> list[Any]:
-        """Runs a scan whose layers are gathered, and whose gradients are summed, one by one."""
+        """Runs a scan over layers that gathers parameters and reduce-scatters gradients layer by layer."""
         num_consts, num_carry = consts_and_carries(eqn)
         first = num_consts + num_carry
         consts, carry, xs = args[:num_consts], self.whole(args[num_consts:first]), args[first:]
-        gathered = sum(x.local.size * x.cut.shares for x in consts if isinstance(x, Share))
-        if gathered <= self._total / 2:  # else it is the model, as where gradients are accumulated
+        gathered = sum(x.local.size * x.spec.shares for x in consts if isinstance(x, Share))
+        # More than half of the state is the model itself, in a loop that accumulates gradients.
+        if gathered <= self._total / 2:
             consts = self.whole(consts)
-        xs = [self._whole(x) if isinstance(x, Share) and x.cut.dim == 0 else x for x in xs]
-        local, cuts = _taken_apart(xs)
+        xs = [self._whole(x) if isinstance(x, Share) and x.spec.dim == 0 else x for x in xs]
+        local, specs = _split_shares(xs)
         stacked = eqn.outvars[num_carry:]
-        out_cuts: list[Cut | None] = []
+        out_specs: list[ShareSpec | None] = []
 
         def one(carry: Any, xs: Any) -> Any:
-            layer = _put_together(xs, [cut and cut.inside() for cut in cuts])
+            layer = _join_shares(xs, [spec and spec.inside() for spec in specs])
             inner = Gathering(self._total)
             outs = inner._body(eqn.params["jaxpr"], [*consts, *carry, *layer])
             ys = [
                 y if v in needed else None for v, y in zip(stacked, outs[num_carry:], strict=True)
             ]
             for i, v in enumerate(stacked):
-                if (cut := scattered.get(v)) and (of_layer := cut.inside()):
+                if (spec := scattered.get(v)) and (of_layer := spec.inside()):
                     ys[i] = of_layer.scatter(ys[i])
-            ys, of_layers = _taken_apart(ys)
-            out_cuts[:] = [cut and cut.stacked() for cut in of_layers]
+            ys, of_layers = _split_shares(ys)
+            out_specs[:] = [spec and spec.stacked() for spec in of_layers]
             return inner.whole(outs[:num_carry]), ys
 
         params = {key: eqn.params[key] for key in ("reverse", "length", "unroll")}
         carry, ys = jax.lax.scan(one, carry, local, **params)
-        return [*carry, *_put_together(ys, out_cuts)]
+        return [*carry, *_join_shares(ys, out_specs)]
 
 
-def _taken_apart(values: Sequence[Any]) -> tuple[list[Any], list[Cut | None]]:
-    """Returns the arrays of values of which some are shares, and how those are cut."""
+def _split_shares(values: Sequence[Any]) -> tuple[list[Any], list[ShareSpec | None]]:
+    """Returns the arrays of values, and the spec of those that are shares."""
     local = [x.local if isinstance(x, Share) else x for x in values]
-    return local, [x.cut if isinstance(x, Share) else None for x in values]
+    return local, [x.spec if isinstance(x, Share) else None for x in values]
 
 
-def _put_together(arrays: Sequence[Any], cuts: Sequence[Cut | None]) -> list[Any]:
-    """Returns the values that were taken apart so."""
-    return [x if cut is None else Share(x, cut) for x, cut in zip(arrays, cuts, strict=True)]
+def _join_shares(arrays: Sequence[Any], specs: Sequence[ShareSpec | None]) -> list[Any]:
+    """Returns the values of which ``_split_shares`` returned the arrays and specs."""
+    return [x if spec is None else Share(x, spec) for x, spec in zip(arrays, specs, strict=True)]
 
 
-def without_forwarding(body: Any) -> Any:
-    """Returns a jaxpr that reads an operand itself where an equation only returns it.
+def inline_forwarded(body: Any) -> Any:
+    """Returns a jaxpr that reads an operand instead of a result that only forwards it.
 
-    ``nnx.scan`` and ``nnx.remat`` return all variables that they take, most of them unchanged; and
-    ``dj.Optimizer`` marks gradients for the proof, which is done.
+    ``nnx.scan`` and ``nnx.remat`` return every variable that they take, most of them unchanged. The markers
+    of ``dj.Optimizer`` are for the proof, which is complete by now.
     """
     jaxpr, same = body.jaxpr, _forwarded(body.jaxpr)
 
@@ -330,7 +331,7 @@ def without_forwarding(body: Any) -> Any:
 
 
 def _forwarded(jaxpr: jex_core.Jaxpr) -> dict[Any, Any]:
-    """Returns the results of equations that are one of their operands, with that operand."""
+    """Returns the operand that each forwarded result equals."""
     same: dict[Any, Any] = {}
     for eqn in jaxpr.eqns:
         inputs = _forwarded_inputs(eqn)
@@ -341,7 +342,7 @@ def _forwarded(jaxpr: jex_core.Jaxpr) -> dict[Any, Any]:
 
 
 def _forwarded_inputs(eqn: Any) -> list[int | None]:
-    """Returns for each result the number of the operand that it is; None where it is another value."""
+    """Returns for each result the index of the operand that it forwards; None for a new value."""
     if eqn.primitive is unreduced_p:
         return list(range(len(eqn.invars)))
     is_scan = name(eqn) == "scan"

@@ -1,8 +1,8 @@
-"""The halves of a step for parameter servers: what a worker computes, and what each server applies.
+"""Splits a step for parameter servers into what a worker computes and what each server applies.
 
-Both are made from an unmodified step. The worker reads the weights, and hands over gradients, increments and
-results; a server updates the variables that it stores, with their part of the optimizer's state. Where no
-other step comes between, the two together are the step on one device, bit by bit.
+The step is not modified. The worker reads the weights, and pushes gradients, increments and results; a
+server updates the variables that it stores, with their part of the optimizer's state. If no other step comes
+between, the two together compute the bits of the step on one device.
 
 State is numbered: the leaves of all variables of the binding, in its order (``read_raw(binding.variables)``,
 flattened). One step is::
@@ -14,8 +14,8 @@ flattened). One step is::
         state.update(zip(server.writes, new))
     result = halves.result(handed, binding)
 
-``apply`` of every server reads state from before the step. State that several servers store, as
-``halves.homes`` says, is small or never changes, and is equal on all of them.
+``apply`` of every server reads state from before the step. Leaves that several servers store whole, by
+``halves.homes``, are small or never change, and are equal on all of them.
 """
 
 from __future__ import annotations
@@ -71,101 +71,101 @@ from distribute_jax.program._trace import Call, Traced, trace
 _ON_READ = """\
 Parameter servers cannot keep these variables, of which each replica has a local value (ON_READ):
 {lines}
-Workers come and go, so there is nobody whose value it would be. Use \
+Workers come and go, so no worker can keep the local value. Use \
 dj.Variable(..., aggregation=dj.VariableAggregation.SUM), to which each step adds, or return the value. \
 Make an optimizer that accumulates gradients under strategy.scope()."""
 
-_MADE = """\
+_CREATES_VARIABLES = """\
 The step makes the variables {names}. State is stored on servers before a step runs: make it under \
 strategy.scope()."""
 
-_OTHER_TYPE = """\
+_CHANGES_TYPE = """\
 The step changes the shape or dtype of these variables, which servers store:
 {lines}
 Give them the value that they should have before."""
 
-_IN_COND = """\
+_COLLECTIVE_IN_COND = """\
 The collective under the condition at {where} cannot be divided among workers and servers. Move it out of \
 the condition."""
 
-_IN_STEP = """\
-The step uses what all replicas have together at {where}, before it has finished.
-With workers_per_update, each worker computes a replica by itself, and the servers add up what they return. \
-Only sums and means are known then, and only for updates and results; let normalisation layers and metrics \
+_COLLECTIVE_IN_STEP = """\
+The step uses the result of a collective at {where}, before it has finished.
+With workers_per_update, each worker computes one replica, and the servers add up what the workers return. \
+Only sums and means are supported, and only for updates and results; let normalisation layers and metrics \
 use the values of their replica."""
 
 
 @dataclass(frozen=True, eq=False)
 class ServerHalf:
-    """What one server stores, and its update."""
+    """The state and the update of one server."""
 
     state: tuple[int, ...]
     """The leaves that it stores."""
     writes: tuple[int, ...]
-    """Those of them that ``apply`` returns, in this order."""
+    """The leaves that ``apply`` returns, in order."""
     reads: tuple[int, ...]
-    """Those of them that ``apply`` takes first."""
+    """The leaves that ``apply`` takes first."""
     takes: tuple[int, ...]
-    """Which of the values that a worker hands over ``apply`` takes then."""
+    """The indices of the worker's outputs that ``apply`` takes after them."""
     apply: Part
-    """Returns the new state, of the state that it reads and of what it takes."""
+    """Returns the new state."""
 
 
 class LookupHalf(NamedTuple):
-    """What a worker reads by rows and hands over by rows; rows are named by the number of their lookup."""
+    """The tables and gradients that are sent by rows; rows are named by the index of a lookup."""
 
     compute: Any
-    """Returns indices, of what a worker takes beside state."""
+    """Returns the indices of lookups, from captured arrays and arguments."""
     lookups: Sequence[Lookup]
     pulls: Sequence[int | None]
-    """For each leaf that a worker reads, which rows, if not all."""
+    """For each leaf that a worker reads, the lookup that names its rows; None for all rows."""
     takes: Sequence[Sequence[tuple[int, Any] | None]]
-    """For each server, and each value that it takes, which rows, if not all, and which of these it stores."""
+    """For each server and each value that it takes, the lookup and the server's rows; None for all rows."""
     ids: Sequence[Sequence[tuple[int, Any]]]
-    """For each server, the rows of which it then takes the numbers."""
+    """For each server, the lookups whose row ids it takes after them, with the server's rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class Halves:
-    """A step, divided among a worker and servers; leaves of state are named by their numbers."""
+    """A step split between a worker and servers; leaves of state are named by their numbers."""
 
     names: tuple[str, ...]
-    """Each leaf of state, in the user's words."""
+    """The name of each leaf of state, for messages."""
     homes: tuple[Mapping[int, Rows | None], ...]
-    """The servers that store each leaf, in their order, and which rows of it; None for all."""
+    """For each leaf, the servers that store it, in order, and which rows; None for all rows."""
     pulls: tuple[int, ...]
     """The leaves that a worker reads."""
     worker: Part
-    """Returns what is handed over, of the leaves in ``pulls`` and of ``data(…)``."""
+    """Returns the worker's outputs, from the leaves in ``pulls`` and from ``data(…)``."""
     results: Results
     """The structure of what the step returns."""
     results_at: tuple[int, ...]
-    """What the results are computed from, by ``finish``, among what is handed over."""
+    """The indices of the worker's outputs that ``finish`` takes."""
     finish: Callable[[Sequence[list[Any]]], list[Any]]
-    """Returns the arrays of the result, of what each replica's worker has returned for them."""
+    """Returns the arrays of the result, from the outputs of each replica's worker."""
     servers: tuple[ServerHalf, ...]
     written: tuple[int, ...]
     """The variables of the binding that get a new value."""
     lookups: LookupHalf | None
-    """What the worker reads and hands over by rows."""
+    """Tables that are read and updated by rows, if any."""
     arrays: tuple[int, ...]
-    """The captured arrays that a worker reads, by their number in the binding."""
+    """The captured arrays that a worker reads, by their index in the binding."""
     plan: Plan
-    """What was proved."""
+    """What was proved of the step."""
 
     def data(self, binding: Binding, arguments: Arguments) -> list[Any]:
-        """Returns what workers take beside state: captured arrays, then the arguments."""
+        """Returns the worker's inputs beside state: captured arrays, then arguments."""
         captured = binding.captured_arrays() if self.arrays else []
         counts = [] if arguments.counts is None else [np.asarray(arguments.counts, np.int32)]
         return [*(captured[i] for i in self.arrays), *arguments.data, *counts]
 
     def result(self, handed: Sequence[Any], binding: Binding) -> Any:
-        """Returns what the step returns, of what the only worker has handed over."""
+        """Returns the result of the step from the outputs of its only worker."""
         return rebuild(self.results, self.finish([[handed[i] for i in self.results_at]]), binding)
 
 
 def of_replica(data: Sequence[Any], replica: int, replicas: int) -> list[Any]:
-    """Returns what the worker of a replica takes, of the data of all of them."""
+    """Returns the inputs of one replica's worker from those of all replicas."""
     if replicas == 1:
         return [x.global_array if isinstance(x, PerReplica) else x for x in data]
     parts = [_part_of(x, replica, replicas) if isinstance(x, PerReplica) else x for x in data]
@@ -186,11 +186,17 @@ def build_halves(
     of_workers: int = 0,
     sparse: str | None = None,
 ) -> Halves:
-    """Traces and proves a step, and divides it among servers and the worker of a replica.
+    """Traces and proves a step, and splits it between servers and the worker of a replica.
 
-    ``known`` are the servers that store leaves of state which the updates of other steps use. The last
-    ``of_workers`` arguments differ on each worker; all do if None, in a step of one replica. Such a step
-    reads and updates ``sparse`` tables by rows: ``"lazy"`` leaves rows as they are that nobody looked up.
+    Args:
+        call: the step.
+        options: how to trace and prove it.
+        servers: the number of servers.
+        known: the servers that store leaves that the updates of earlier steps use.
+        partitioner: the user's, which divides variables into rows.
+        of_workers: how many of the last arguments differ between workers.
+        sparse: whether a step of one replica reads and updates tables by rows; with ``"lazy"`` rows that
+            were not looked up stay, whatever the optimizer would do to them.
     """
     traced, decided, body, order, read, first = _proved(call, options, of_workers)
     replicas, jaxpr, leaves = num_replicas(call.mesh), first.jaxpr, traced.input_starts[-1]
@@ -240,16 +246,16 @@ def build_halves(
 
 
 class _Proved(NamedTuple):
-    """A step as the worker of a replica computes it, with what was proved of it."""
+    """The step of one worker, traced and proved."""
 
     traced: Traced
     plan: Plan
     body: Any
-    """The program of the worker."""
+    """The worker's program."""
     order: Sequence[int]
-    """Which input of the step each input of the program is."""
+    """For each input of the program, its index among those of the step."""
     arrays: tuple[int, ...]
-    first: _First
+    first: _WorkerStep
 
 
 def _proved(call: Call, options: RunOptions, of_workers: int) -> _Proved:
@@ -265,38 +271,38 @@ def _proved(call: Call, options: RunOptions, of_workers: int) -> _Proved:
         body, order = of_replica_number(body, replicas), (len(before), *order)
         before = [*before, frozenset({"the number of the replica"})]
     equal = [True] * sum(traced.written_sizes) + list(decided.mirrored)
-    first = _First(body, [before[k] for k in order], equal, replicas, 1, {}, {})
+    first = _WorkerStep(body, [before[k] for k in order], equal, replicas, 1, {}, {})
     first.check_no_branches()
     return _Proved(traced, decided, body, order, arrays, first)
 
 
 def _is_sum(eqn: Any) -> bool:
-    """Returns whether servers can compute an equation from what each worker has of it."""
+    """True if servers can reduce the values of all workers for this equation."""
     return eqn.primitive.name == "psum" and eqn.params.get("axis_index_groups") is None
 
 
-def _check_alone(eqns: Sequence[Any], update: Update) -> None:
-    """Refuses equations of a worker that need what the other workers have."""
+def _check_one_worker(eqns: Sequence[Any], update: Update) -> None:
+    """Refuses equations that need values of other workers."""
     for eqn in eqns:
         meets = any(collectives(eqn, DATA)) and eqn.outvars[0] not in update.summed
         if meets or update.after_sums(eqn):
-            raise LoweringError(_IN_STEP.format(where=line(eqn)))
+            raise LoweringError(_COLLECTIVE_IN_STEP.format(where=line(eqn)))
 
 
 def _finishing(
     call: Call,
     body: Any,
     division: Division,
-    first: _First,
+    first: _WorkerStep,
     update: Update,
     results: Sequence[Any],
     decided: Plan,
 ) -> tuple[list[Any], Any]:
-    """Returns what a worker returns, and what makes the results of that of the workers of all replicas."""
+    """Returns a worker's outputs for results, and a function from those of all workers to the results."""
     if num_replicas(call.mesh) == 1:
         return list(results), operator.itemgetter(0)
     of_one = [eqn for eqn in division.finish if any(map(first.differs, eqn.outvars))]
-    _check_alone([*division.eqns, *of_one], update)
+    _check_one_worker([*division.eqns, *of_one], update)
     each = list(zip(results, decided.mirrored, strict=True))
     equal, unequal = ([v for v, same in each if same is is_same] for is_same in (True, False))
     asks = [v for v in division.asks if v not in unequal]
@@ -306,12 +312,12 @@ def _finishing(
 
 
 class _Finish(NamedTuple):
-    """Computes the results of a step from what the workers of all replicas returned."""
+    """Computes the results of a step from the outputs of all workers."""
 
     part: Part
-    """Computes those that are equal on all replicas, from sums."""
+    """Computes mirrored results from sums over the workers."""
     mirrored: Sequence[bool]
-    """Which those are; of others the replicas' values are stacked."""
+    """Which results are mirrored; others are stacked."""
 
     def __call__(self, returned: Sequence[list[Any]]) -> list[Any]:
         asks = len(self.part.state)
@@ -351,7 +357,7 @@ def _lookup_half(
 
 
 class _ServerPart:
-    """The update of one server, with what it gets by rows."""
+    """Builds the update of one server, with tables by rows."""
 
     def __init__(
         self,
@@ -363,7 +369,7 @@ class _ServerPart:
     ) -> None:
         self.part, self._state, self._look, self._rows = part, state, look, rows
         self.local: dict[tuple[Ids, Any], Ids] = {}
-        """Of the rows of a lookup, those that are here."""
+        """For each lookup and the rows stored here, the ids among them."""
         takes: list[Some] = []
         of: Any
         for v, of in part.takes:
@@ -381,7 +387,7 @@ class _ServerPart:
             self._touch(sparse)
 
     def _touch(self, sparse: str | None) -> None:
-        """Lets the update of tables compute the rows alone that were looked up, where the others stay."""
+        """Restricts the update of a table to the rows that were looked up, if others are unchanged."""
         part, state = self.part, self._state
         zeros = {v: ZERO for v, of in self._takes if isinstance(of, Ids)}
         inputs = {state.inputs[k]: state.inputs[k] for k in part.reads}
@@ -398,7 +404,7 @@ class _ServerPart:
             if sparse == "lazy" or left.get(out) is state.inputs.get(k):
                 touched[out], asked[out] = state.inputs[k], ids
             elif k not in state.followers:
-                log_once(_EXACT, state.names[k], about=state.names[k])
+                log_once(_ALL_ROWS_UPDATED, state.names[k], about=state.names[k])
         others = {v: rows for v, rows in part.needs.rows.items() if v in state.outputs.values()}
         whole = [
             state.outputs[k] for k in part.writes if state.outputs[k] not in {**others, **asked}
@@ -410,7 +416,7 @@ class _ServerPart:
             self._needs, self._touched = needs, touched
 
     def half(self, call: Call, body: Any, at: Mapping[Some, int]) -> ServerHalf:
-        """Returns the programs."""
+        """Builds the server's program."""
         part, state = self.part, self._state
         reads = [(state.inputs[k], self._rows[k]) for k in part.reads]
         outs = [(state.outputs[k], self._rows[k]) for k in part.writes]
@@ -422,10 +428,10 @@ class _ServerPart:
         return ServerHalf(part.state, part.writes, part.reads, takes, apply)
 
 
-_EXACT = """\
+_ALL_ROWS_UPDATED = """\
 The update of %s computes all of its rows at each step, since its optimizer changes rows that no example \
-looked up, as Adam and momentum do. ParameterServerStrategy(sparse="lazy") leaves those as they are, which \
-trains to other numbers."""
+looked up, as Adam and momentum do. ParameterServerStrategy(sparse="lazy") leaves those rows unchanged, and \
+the numbers differ then."""
 
 
 def _check_state(binding: Binding) -> None:
@@ -438,20 +444,20 @@ def _check_state(binding: Binding) -> None:
 def _check_types(call: Call, traced: Traced) -> None:
     if traced.created:
         names = ", ".join(str(v.name) for v in traced.created)
-        raise ArgumentError(_MADE.format(names=names))
+        raise ArgumentError(_CREATES_VARIABLES.format(names=names))
     if not traced.keeps_types():
         lines = [call.binding.names[i] for i in traced.written]
-        raise ArgumentError(_OTHER_TYPE.format(lines=listed(lines)))
+        raise ArgumentError(_CHANGES_TYPE.format(lines=listed(lines)))
 
 
 def _of_one_worker(call: Call, traced: Traced, decided: Plan, order: Sequence[int]) -> FlatStep:
-    """Returns the step of one worker, of which a result is what it is on that."""
+    """Returns the step of one worker, whose results are not combined."""
     whole = replace(decided, mirrored=(True,) * len(decided.mirrored))
     return flat_step(call, traced, whole, order, call.binding.captured_arrays(), by_equation)
 
 
 def _state(call: Call, traced: Traced, order: Sequence[int], jaxpr: Any) -> State:
-    """Returns what the leaves of state are in the program."""
+    """Returns the inputs, outputs and types of state in the program."""
     starts, variables_ = traced.input_starts, call.binding.variables
     together = [range(starts[i], starts[i + 1]) for i in range(len(variables_))]
     return State(
@@ -472,28 +478,28 @@ def _state(call: Call, traced: Traced, order: Sequence[int], jaxpr: Any) -> Stat
     )
 
 
-class _First(SplitStep):
-    """A step of one worker, of which all state is equal everywhere."""
+class _WorkerStep(SplitStep):
+    """The split step of one worker; state is equal on all of them."""
 
     def is_for_each(self, eqn: Any) -> bool:
-        """Leaves what only speaks of the mesh, as ``jnp.where`` may, to servers: they trace with it too."""
+        """True if an equation is bound to replicas; servers can run one that only refers to the mesh."""
         return is_bound_to_replicas(eqn)
 
     def check_no_branches(self) -> None:
         """Refuses conditions around collectives."""
         for branches in self._branches.values():
-            raise LoweringError(_IN_COND.format(where=line(branches.eqn)))
+            raise LoweringError(_COLLECTIVE_IN_COND.format(where=line(branches.eqn)))
 
     @property
     def equations(self) -> list[Any]:
-        """What a worker needs itself."""
+        """The equations that a worker must run."""
         return self._first
 
     def differs(self, v: Any) -> bool:
-        """Returns whether a value is that of one worker."""
+        """True if a value differs between workers."""
         return bool(self._marks[v])
 
 
 def _has_parts(eqn: Any) -> bool:
-    """Returns whether an equation runs a jitted function of which a server may need a part, or some rows."""
+    """True for a jitted function of which a server may need only some results or rows."""
     return name(eqn) == "jit" and (len(eqn.outvars) > 1 or any(map(takes_rows, with_inner(eqn))))

@@ -1,4 +1,4 @@
-"""The halves of steps: looked up at each call by what the step reaches, built where there are none."""
+"""Cache of the halves of steps for parameter servers, by function, arguments and captured values."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from distribute_jax.program._trace import Call
 from distribute_jax.program._trace_errors import explain_compile_errors, step_name
 from distribute_jax.program._undo import StepCounts
 
-_MOST_BOUND = 64
+_MAX_ENTRIES = 64
 
 
 @dataclass(eq=False)
 class BoundHalves:
-    """The halves of a step, and the objects that it runs on."""
+    """The halves of a step, bound to the objects that it reaches."""
 
     step: str
-    """The name of the function."""
+    """The function's name."""
     halves: Halves
     binding: Binding
     rows: Sequence[bool] | None = None
-    """Which results have one row for each example, once that was looked at for a partial batch."""
+    """Which results have one row for each example; None until a partial batch needs to know."""
     leaves: list[Any] = field(init=False)
-    """What the variables held when it was last looked up, in the order in which the halves number it."""
+    """The values of the variables at the last lookup, in the numbering of the halves."""
 
     skip_counts: list[StepCounts] = field(init=False)
 
@@ -53,15 +53,15 @@ class BoundHalves:
         self.leaves = jax.tree.leaves(read_raw(self.binding.variables))
 
     def fits_function(self, fn: Callable[..., Any]) -> bool:
-        """Returns whether a function without arguments of its own reaches what it was traced with."""
+        """True if a function that takes no arguments captures what this step was traced with."""
         with step_lock:
             return self.binding.matches(captures(fn).values) and self.fits()
 
     def fits(self) -> bool:
-        """Returns whether what the variables hold now is of the shapes and dtypes that it was traced with."""
+        """True if the variables have the shapes and dtypes that the step was traced with."""
         raws = read_raw(self.binding.variables)
         if len(raws) == len(self.leaves) and all(map(operator.is_, raws, self.leaves)):
-            return True  # arrays, and the same ones
+            return True  # the same arrays
         before, now = self.leaves, jax.tree.leaves(raws)
         if len(before) != len(now) or any(
             x is not y and (x.shape, x.dtype) != (y.shape, y.dtype)
@@ -73,19 +73,19 @@ class BoundHalves:
 
 
 def places(binding: Binding) -> list[tuple[nnx.Variable[Any], int]]:
-    """Returns the variable of each leaf of state, and which of its leaves that is."""
+    """Returns for each leaf of state its variable, and its index in it."""
     pairs = zip(binding.variables, read_raw(binding.variables), strict=True)
     return [(variable, i) for variable, raw in pairs for i in range(len(jax.tree.leaves(raw)))]
 
 
 class Stored(Protocol):
-    """Where the state of the steps of one strategy is."""
+    """The state of a strategy's steps on servers."""
 
     def known(self, binding: Binding) -> Homes:
-        """Returns the servers of the state that the updates of steps use."""
+        """Returns the servers of leaves that the updates of earlier steps use."""
 
     def load(self, bound: BoundHalves) -> Any:
-        """Takes the halves of a step, by which more is known."""
+        """Stores the state of a new step."""
 
 
 class HalvesCache:
@@ -112,9 +112,9 @@ class HalvesCache:
         options: RunOptions | None,
         of_workers: int = 0,
     ) -> tuple[BoundHalves, Arguments]:
-        """Returns the halves of a step for what it reaches now, and its arguments taken apart.
+        """Returns the halves of a step, from the cache or new ones, and its flat arguments.
 
-        As many of the last arguments as are ``of_workers`` are others on each worker.
+        The last ``of_workers`` arguments differ between workers.
         """
         options = checked_run_options(options)
         fn = unwrap_jit(fn)
@@ -128,7 +128,7 @@ class HalvesCache:
             alive = [(h, [e for e in old if e.binding.alive]) for h, old in self._bound.items()]
             self._bound = {head: entries for head, entries in alive if entries}
             self._bound[request.lookup_key] = [entry, *self._bound.get(request.lookup_key, ())][
-                :_MOST_BOUND
+                :_MAX_ENTRIES
             ]
             return entry, arguments
 

@@ -1,8 +1,8 @@
-"""Several replicas on a device: their first halves run one after the other, in a scan that adds the sums up.
+"""Several replicas on a device: a scan runs their first halves one after the other, and adds up their sums.
 
-It takes the memory of one replica's activations. Where the first half needs what the other replicas have, as
-synchronised batch norm does, it is cut there into several scans, and what a later one reads is kept for each
-replica. A loop, branch or checkpoint in which replicas meet runs for all of a device at once, under ``vmap``.
+Activations of one replica are in memory at a time. At a collective in the first half, as in synchronised
+batch norm, the scan is split in two, and values that the second one reads are stacked over the replicas. A
+loop, branch or checkpoint with a collective inside runs for all replicas of the device at once, in ``vmap``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from distribute_jax._errors import LoweringError
 from distribute_jax._mesh import DATA
-from distribute_jax.program._gather import Cut, Share
+from distribute_jax.program._gather import Share, ShareSpec
 from distribute_jax.program._jaxprs import (
     CALLS,
     ClosedJaxpr,
@@ -50,50 +50,52 @@ from distribute_jax.program._sharded_update import (
 )
 
 _LOCAL = "replicas of a device"
-"""The axis of ``vmap`` where the replicas of a device run at once."""
+"""The ``vmap`` axis of the replicas of a device."""
 
 _REFUSED = """\
 {what} at {where} cannot run with replicas_per_device={each}.
-The replicas of a device run one after the other, and exchange values only in psum, psum_scatter, pmax, pmin \
-and all_gather over all of them.
+The replicas of a device run one after the other, and can exchange values only by psum, psum_scatter, pmax, \
+pmin and all_gather over all replicas.
 Run one replica on each device (replicas_per_device=1), or {instead}."""
-_KNOWN = {"axis_index", "psum", "reduce_scatter", "pmax", "pmin", "all_gather"}
+_SUPPORTED = {"axis_index", "psum", "reduce_scatter", "pmax", "pmin", "all_gather"}
 _OPENED = {"scan", "while", "cond", *CALLS}
-_INSIDE = "move {what} out of the {body} around it"
-_DRAWS = "draw the random numbers of the {body} around it outside, or with keys of threefry"
-_SEVERAL = "move out of the {body} around it what jax.vmap cannot batch: {error}"
-_REF = "make the ref after the collective that comes between it and its use"
-_OTHER = "use one of these in its place, and the default cross_device_ops"
+_MOVE_OUT = "move {what} out of the {body} around it"
+_DRAW_OUTSIDE = "draw the random numbers of the {body} around it outside, or with keys of threefry"
+_NOT_BATCHABLE = "move out of the {body} around it what jax.vmap cannot batch: {error}"
+_MAKE_REF_LATER = "make the ref after the collective that comes between it and its use"
+_SUPPORTED_INSTEAD = "use one of these in its place, and the default cross_device_ops"
 
 
 class Stacked(NamedTuple):
-    """A value that differs between the replicas of a device."""
+    """The values of the replicas of a device."""
 
     parts: jax.Array
-    """The values of the replicas, stacked on a leading dim."""
+    """Stacked on a leading dim."""
 
 
 def in_turn(step: FlatStep) -> FlatStep:
-    """Returns a step of one device, which runs its replicas one after the other, from that of one replica."""
+    """Returns a step of one device that runs its replicas one after the other."""
     halves = split_in(InTurn, step, traced(step), {}, {})
 
     def on_device(*inputs: Any) -> list[Any]:
-        handed = halves.first([inputs[i] for i in halves.reads])
-        return halves.rest(inputs, handed, {})
+        boundary = halves.first([inputs[i] for i in halves.reads])
+        return halves.second(inputs, boundary, {})
 
     return replace(step, function=on_device)
 
 
 class InTurn(SplitStep):
-    """A step whose first half runs for all replicas of a device."""
+    """A split step whose first half runs for every replica of a device."""
 
     def __init__(self, body: Any, *args: Any, **kwargs: Any) -> None:
-        """Splits a step that reads the replica's number only outside of loops and branches."""
-        super().__init__(with_replica_number(body, args[2]), *args, **kwargs)
+        """Splits a step, after lifting reads of the replica id out of loops and branches."""
+        super().__init__(with_replica_id_input(body, args[2]), *args, **kwargs)
 
     def first(self, inputs: Sequence[Any]) -> list[Any]:
-        """Runs the first half of each replica of this device, from the inputs that it reads."""
-        values = self.started([self._taken(i, x) for i, x in zip(self.reads, inputs, strict=True)])
+        """Runs the first half of each replica of this device."""
+        values = self.first_values(
+            [self._as_stacked(i, x) for i, x in zip(self.reads, inputs, strict=True)]
+        )
         stages = self._stages(values)
         early = [eqn for _, collectives in stages for eqn in collectives if _is_sum(eqn)]
         pairs = [pair for eqn in early for pair in zip(eqn.invars, eqn.outvars, strict=True)]
@@ -115,34 +117,36 @@ class InTurn(SplitStep):
             }
             totals.update(self._scan(local, values, [*ends, *variables(reads)], new))
             for eqn in collectives:
-                outs = self._added_up(eqn, totals) if _is_sum(eqn) else self._at_once(eqn, values)
+                outs = (
+                    self._reduced(eqn, totals) if _is_sum(eqn) else self._run_vmapped(eqn, values)
+                )
                 values.update(zip(eqn.outvars, outs, strict=True))
         self.add_up(totals)
         values.update((out, totals[out]) for _, out in self.sums())
         gathering = self.gathering()
-        inner = self.of_branches(values, gathering)
+        inner = self.run_branches(values, gathering)
         passed = gathering.whole([values[v] for v in self.passed])
-        return [*map(self._handed, self.passed, passed), *inner]
+        return [*map(self._unstacked, self.passed, passed), *inner]
 
-    def _taken(self, i: int, value: Any) -> Any:
-        """Returns an input; where the replicas differ in it, their shares, which follow each other."""
+    def _as_stacked(self, i: int, value: Any) -> Any:
+        """Returns an input, stacked by replica if the replicas divide it."""
         if isinstance(value, Stacked) or not self._marks[self.jaxpr.invars[i]]:
             return value
         return Stacked(value.reshape(self.each, value.shape[0] // self.each, *value.shape[1:]))
 
-    def _handed(self, v: Any, value: Any) -> jax.Array:
+    def _unstacked(self, v: Any, value: Any) -> jax.Array:
         if v not in self.per_replica:
             return value.parts[0] if isinstance(value, Stacked) else value
         parts = value.parts if isinstance(value, Stacked) else jnp.stack([value] * self.each)
         return jnp.reshape(parts, (-1, *parts.shape[2:]))
 
     def _stages(self, values: Values) -> list[tuple[list[Any], list[Any]]]:
-        """Cuts the first half where it needs other replicas' values: what each does, and what all do then."""
+        """Splits the first half at collectives: pairs of local equations and the collectives after them."""
         stages: list[tuple[list[Any], list[Any]]] = [([], [])]
         waiting: set[Any] = set()
         for eqn in self._first:
             self._check(eqn)
-            if _is_number(eqn):
+            if _is_replica_id(eqn):
                 ids = jax.lax.axis_index(DATA) * self.each + jnp.arange(self.each, dtype=jnp.int32)
                 values[eqn.outvars[0]] = Stacked(ids)
                 continue
@@ -152,22 +156,22 @@ class InTurn(SplitStep):
             is_collective = _first_collective(eqn) is not None
             stages[-1][is_collective].append(eqn)
             waiting.update(eqn.outvars if is_collective else ())
-        # The last one adds up what a loop in which replicas meet has made.
+        # The last stage reduces what a loop with a collective has computed.
         return [*stages, ([], [])]
 
     def _check(self, eqn: Any) -> None:
-        """Refuses what the replicas of a device cannot do together."""
+        """Refuses collectives that the replicas of a device cannot run."""
         if _first_collective(eqn) is None:
             return
         for inner in with_inner(eqn):
             groups = inner.params.get("axis_index_groups") is not None
-            if names_axis(inner, DATA) and (inner.primitive.name not in _KNOWN or groups):
-                raise self._refusal(inner, _OTHER)
+            if names_axis(inner, DATA) and (inner.primitive.name not in _SUPPORTED or groups):
+                raise self._refusal(inner, _SUPPORTED_INSTEAD)
             if draws_by_shape(inner):
-                raise self._refusal(_first_collective(eqn), _DRAWS.format(body=name(eqn)))
+                raise self._refusal(_first_collective(eqn), _DRAW_OUTSIDE.format(body=name(eqn)))
             what = None if name(inner) in _OPENED else _first_collective(inner)
             if what is not None and what is not inner:
-                raise self._refusal(what, _INSIDE.format(what=name(what), body=name(inner)))
+                raise self._refusal(what, _MOVE_OUT.format(what=name(what), body=name(inner)))
 
     def _refusal(self, eqn: Any, instead: str) -> LoweringError:
         return LoweringError(
@@ -177,7 +181,7 @@ class InTurn(SplitStep):
     def _scan(
         self, eqns: Sequence[Any], values: Values, wanted: Iterable[Any], addends: Mapping[Any, Any]
     ) -> Values:
-        """Runs equations for each replica, adds what is wanted to the values, and returns the sums."""
+        """Runs equations for each replica, adds the wanted results to the values, and returns the sums."""
         computed = outputs_of(eqns)
         if not (computed or addends or eqns):
             return {}
@@ -187,25 +191,25 @@ class InTurn(SplitStep):
         kept = [v for v in variables(wanted) if v in computed]
         if any(map(is_ref, kept)):
             ref = next(eqn for eqn in eqns if any(is_ref(v) for v in eqn.outvars))
-            raise self._refusal(ref, _REF)
+            raise self._refusal(ref, _MAKE_REF_LATER)
         differ = [v for v in kept if self._marks.get(v) or not isinstance(v.aval.dtype, np.dtype)]
         same = [v for v in kept if v not in differ]
 
-        sunk = self._sunk(eqns)
+        scattered = self._scattered_in_scans(eqns)
 
         def one(carry: Any, parts: Any) -> Any:
             inside = {**reads, **dict(zip(stacked, parts, strict=True))}
             gathering = self.gathering()
-            gathering.run(self.jaxpr, eqns, inside, [*kept, *addends], sunk)
+            gathering.run(self.jaxpr, eqns, inside, [*kept, *addends], scattered)
             new = [value_of(x, inside) for x in addends]
             new = [x.local if isinstance(x, Share) else x for x in new]
             sums = [total + x.astype(total.dtype) for x, total in zip(new, carry[0], strict=True)]
             last = gathering.whole([inside[v] for v in same])
             return (sums, last), gathering.whole([inside[v] for v in differ])
 
-        # Zero is -0.0: added to it, every number stays as it is.
+        # From -0.0, since -0.0 + x is x for every x; 0.0 + -0.0 would be 0.0.
         zeros = [
-            -BoundaryValue(x.aval, sunk.get(x)).zeros().astype(dtype)
+            -BoundaryValue(x.aval, scattered.get(x)).zeros().astype(dtype)
             for x, dtype in addends.items()
         ]
         empty = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in same]
@@ -214,25 +218,25 @@ class InTurn(SplitStep):
         values.update(zip(same, last, strict=True))
         values.update((v, Stacked(x)) for v, x in zip(differ, parts, strict=True))
         return {
-            x: Share(total, sunk[x]) if x in sunk else total
+            x: Share(total, scattered[x]) if x in scattered else total
             for x, total in zip(addends, sums, strict=True)
         }
 
-    def _sunk(self, eqns: Sequence[Any]) -> dict[Any, Cut]:
-        """Returns what becomes a share of a sum where it is computed: stacked by a scan over layers."""
+    def _scattered_in_scans(self, eqns: Sequence[Any]) -> dict[Any, ShareSpec]:
+        """Returns the gradients that a scan over layers can reduce-scatter itself."""
         scattered = self.scattered()
         scans = [eqn for eqn in eqns if name(eqn) == "scan"]
         stacked = [v for eqn in scans for v in eqn.outvars[consts_and_carries(eqn)[1] :]]
         return {v: scattered[v] for v in stacked if v in scattered and scattered[v].dim > 0}
 
-    def _at_once(self, eqn: Any, values: Values) -> list[Any]:
-        """Runs an equation in which replicas meet for all of this device at once."""
+    def _run_vmapped(self, eqn: Any, values: Values) -> list[Any]:
+        """Runs an equation with a collective for all replicas of this device at once."""
         reads = variables(eqn.invars)
         alone = self.jaxpr.replace(constvars=[], invars=reads, outvars=eqn.outvars, eqns=[eqn])
         operands = self.gathering().whole([values[v] for v in reads])
         stacked = [isinstance(x, Stacked) for x in operands]
         every = jax.vmap(
-            _with_others(ClosedJaxpr(alone, ())),
+            _with_local_axis(ClosedJaxpr(alone, ())),
             in_axes=[0 if one else None for one in stacked],
             axis_name=_LOCAL,
             axis_size=self.each,
@@ -240,85 +244,87 @@ class InTurn(SplitStep):
         try:
             outs = every(*(x.parts if one else x for x, one in zip(operands, stacked, strict=True)))
         except NotImplementedError as error:
-            several = _SEVERAL.format(body=name(eqn), error=error)
+            several = _NOT_BATCHABLE.format(body=name(eqn), error=error)
             raise self._refusal(_first_collective(eqn), several) from error
         marks = map(self._marks.get, eqn.outvars)
         return [Stacked(x) if mark else x[0] for x, mark in zip(outs, marks, strict=True)]
 
-    def _added_up(self, eqn: Any, totals: Values) -> list[Any]:
-        """Runs a sum over all replicas, of what those of each device have added up."""
+    def _reduced(self, eqn: Any, totals: Values) -> list[Any]:
+        """Returns the sums over all replicas, from those of each device."""
         pairs = zip(eqn.invars, eqn.outvars, strict=True)
-        return [self._added(x, out, eqn.params, totals) for x, out in pairs]
+        return [self._reduced_value(x, out, eqn.params, totals) for x, out in pairs]
 
-    def _added(self, x: Any, out: Any, params: Mapping[str, Any], totals: Values) -> Any:
-        """Returns the sum over all replicas; of ``psum_scatter``, each replica's part of it."""
+    def _reduced_value(self, x: Any, out: Any, params: Mapping[str, Any], totals: Values) -> Any:
+        """Returns the sum over all replicas; of ``psum_scatter``, the parts of this device's replicas."""
         literal = isinstance(x, jex_core.Literal)
         total = jax.lax.psum(value_of(x, totals) * self.each if literal else totals[x], DATA)
         if "scatter_dimension" not in params:
             return total
         first = jax.lax.axis_index(DATA) * self.each
-        parts = _parts(total, params, out.aval.shape)
+        parts = _scattered_parts(total, params, out.aval.shape)
         return Stacked(jax.lax.dynamic_slice_in_dim(parts, first, self.each))
 
 
-def with_replica_number(body: Any, replicas: int) -> Any:
-    """Returns a program in which loops, branches and checkpoints take the replica's number from outside."""
-    if not any(_needs_number(eqn) and not _is_number(eqn) for eqn in body.jaxpr.eqns):
+def with_replica_id_input(body: Any, replicas: int) -> Any:
+    """Returns a program in which loops, branches and checkpoints take the replica id as an operand."""
+    if not any(_needs_replica_id(eqn) and not _is_replica_id(eqn) for eqn in body.jaxpr.eqns):
         return body
     step = jex_core.jaxpr_as_fun(of_replica_number(body, replicas))
-    return _traced_like(body, lambda *x: step(jax.lax.axis_index(DATA), *x), replicas)
+    return _retrace(body, lambda *x: step(jax.lax.axis_index(DATA), *x), replicas)
 
 
 def of_replica_number(body: Any, replicas: int) -> Any:
-    """Returns a program that takes the replica's number before its other inputs."""
+    """Returns a program that takes the replica id before its other inputs."""
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    return _traced_like(body, lambda n, *x: _numbered(body, n)(*x), replicas, number)
+    return _retrace(body, lambda n, *x: _with_constant_id(body, n)(*x), replicas, number)
 
 
-def _traced_like(body: Any, step: Callable[..., Any], replicas: int, *more: Any) -> Any:
+def _retrace(body: Any, step: Callable[..., Any], replicas: int, *more: Any) -> Any:
     avals = [v.aval for v in body.jaxpr.invars]
     like = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
     return jax.make_jaxpr(step, axis_env=[(DATA, replicas)])(*more, *like)
 
 
-def _is_number(eqn: Any) -> bool:
+def _is_replica_id(eqn: Any) -> bool:
     return eqn.primitive.name == "axis_index" and names_axis(eqn, DATA)
 
 
-def _needs_number(eqn: Any) -> bool:
-    return any(map(_is_number, with_inner(eqn)))
+def _needs_replica_id(eqn: Any) -> bool:
+    return any(map(_is_replica_id, with_inner(eqn)))
 
 
-def _numbered(program: Any, replica: jax.Array) -> Callable[..., list[Any]]:
-    """Returns a program as a function that knows the number of its replica."""
-    return _everywhere(program, lambda eqn: (lambda: [replica]) if _is_number(eqn) else None)
+def _with_constant_id(program: Any, replica: jax.Array) -> Callable[..., list[Any]]:
+    """Returns a program as a function of the replica with this id."""
+    return _rewrite_nested(
+        program, lambda eqn: (lambda: [replica]) if _is_replica_id(eqn) else None
+    )
 
 
-def _with_others(program: Any) -> Callable[..., list[Any]]:
-    """Returns a program as a function of one replica under ``vmap``, which meets those of all devices."""
+def _with_local_axis(program: Any) -> Callable[..., list[Any]]:
+    """Returns a program as a function under ``vmap`` whose collectives cover the device's replicas too."""
 
     def way(eqn: Any) -> Override:
         return functools.partial(_collective, eqn) if names_axis(eqn, DATA) else None
 
-    return _everywhere(program, way)
+    return _rewrite_nested(program, way)
 
 
-def _everywhere(program: Any, way: Callable[[Any], Override]) -> Callable[..., list[Any]]:
-    """Returns a program as a function, in which some equations at any depth are run in another way."""
+def _rewrite_nested(program: Any, way: Callable[[Any], Override]) -> Callable[..., list[Any]]:
+    """Returns a program as a function that runs some equations, at any depth, in another way."""
 
     def run(inner: Any, inputs: Sequence[Any]) -> list[Any]:
-        return _everywhere(inner, way)(*inputs)
+        return _rewrite_nested(inner, way)(*inputs)
 
     def at(eqn: Any) -> Override:
         if (other := way(eqn)) or not any(map(way, with_inner(eqn))):
             return other
         if name(eqn) == "checkpoint":
-            body = _everywhere(called_body(eqn), way)
+            body = _rewrite_nested(called_body(eqn), way)
             return lambda *operands: run_with_body(eqn, body, operands)
 
         def around(*operands: Any) -> list[Any]:
             outs = run_bodies(eqn, run, operands)
-            # What is neither a loop nor a condition nor a call is refused later.
+            # An equation that is neither a loop, a condition nor a call is refused later.
             return list(eqn.primitive.bind(*operands, **eqn.params)) if outs is None else outs
 
         return around
@@ -327,7 +333,7 @@ def _everywhere(program: Any, way: Callable[[Any], Override]) -> Callable[..., l
 
 
 def _collective(eqn: Any, *operands: Any) -> list[Any]:
-    """Runs a collective over the replicas of a device, which follow each other, and then over the devices."""
+    """Runs a collective over the replicas of a device, whose ids are consecutive, and over the devices."""
     if "axes" in eqn.params:
         axes = (*(axis for axis in eqn.params["axes"] if axis != DATA), _LOCAL, DATA)
         outs = eqn.primitive.bind(*operands, **{**eqn.params, "axes": axes})
@@ -336,13 +342,15 @@ def _collective(eqn: Any, *operands: Any) -> list[Any]:
     if eqn.primitive.name == "all_gather":
         every = jax.lax.all_gather(jax.lax.all_gather(x, _LOCAL), DATA, tiled=True)
         return [jnp.moveaxis(every, 0, eqn.params["all_gather_dimension"]).reshape(out.aval.shape)]
-    parts = _parts(jax.lax.psum(x, (_LOCAL, DATA)), eqn.params, out.aval.shape)
+    parts = _scattered_parts(jax.lax.psum(x, (_LOCAL, DATA)), eqn.params, out.aval.shape)
     number = jax.lax.axis_index(DATA) * jax.lax.axis_size(_LOCAL) + jax.lax.axis_index(_LOCAL)
     return [jax.lax.dynamic_index_in_dim(parts, number, keepdims=False)]
 
 
-def _parts(total: jax.Array, params: Mapping[str, Any], shape: Sequence[int]) -> jax.Array:
-    """Returns the parts of a sum that ``psum_scatter`` leaves to the replicas, on a leading dim."""
+def _scattered_parts(
+    total: jax.Array, params: Mapping[str, Any], shape: Sequence[int]
+) -> jax.Array:
+    """Returns the parts of a sum that ``psum_scatter`` returns to the replicas, on a leading dim."""
     dim = params["scatter_dimension"]
     size = [shape[dim]] if params["tiled"] else []
     split = total.reshape(*total.shape[:dim], -1, *size, *total.shape[dim + 1 :])
@@ -350,11 +358,11 @@ def _parts(total: jax.Array, params: Mapping[str, Any], shape: Sequence[int]) ->
 
 
 def _first_collective(eqn: Any) -> Any:
-    """Returns the first equation in which replicas meet: this one, or in what it runs; None without one."""
+    """Returns this equation if it is a collective, else the first collective inside it; None without one."""
     return next((inner for inner in with_inner(eqn) if names_axis(inner, DATA)), None)
 
 
 def _is_sum(eqn: Any) -> bool:
-    """Returns whether an equation adds up over the replicas, and over no axis of the user's ``vmap``."""
+    """True if an equation sums over the replicas, and over no axis of the user's ``vmap``."""
     is_sum = eqn.primitive.name in {"psum", "reduce_scatter"} and names_axis(eqn, DATA)
     return is_sum and eqn.params.get("axes", (DATA,)) == (DATA,)

@@ -1,7 +1,4 @@
-"""The traced step as a function of one replica, how its arrays are sharded, and what compiles it.
-
-It is lowered through ``shard_map`` or ``pmap``.
-"""
+"""Lowers a traced step: a flat function of one replica and its shardings, in ``shard_map`` or ``pmap``."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ from distribute_jax.program._undo import (
 )
 
 Evaluate = Callable[[ClosedJaxpr], Callable[..., list[Any]]]
-"""Returns the function that a jaxpr is."""
+"""Returns a jaxpr as a function."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,17 +53,17 @@ class StepShardings:
     """The sharding of each flat input and output over the mesh."""
 
     stacked: tuple[bool, ...]
-    """For each input: it has a leading dim for the replicas, of size 1 inside one."""
+    """For each input: whether it has a leading dim for the replicas, of size 1 inside one."""
     split: tuple[bool, ...]
-    """For each input: it is divided along dim 0."""
+    """For each input: whether it is divided along dim 0."""
     mirrored: tuple[bool, ...]
-    """For each output: every replica has the same value."""
+    """For each output: whether every replica has the same value."""
     state: int
     """How many of the first outputs are state."""
     sharded_in: Mapping[int, NamedSharding] = field(default_factory=dict)
-    """The inputs, by position, that are sharded over the replicas although each replica sees all."""
+    """The inputs, by position, that are stored sharded although each replica sees the whole array."""
     sharded_out: Mapping[int, NamedSharding] = field(default_factory=dict)
-    """The outputs, by position, that are left so."""
+    """The outputs, by position, that are stored sharded."""
 
     def in_shardings(self, mesh: Mesh) -> tuple[NamedSharding, ...]:
         """Returns the sharding of each input between steps."""
@@ -79,7 +76,7 @@ class StepShardings:
         return [self.sharded_out.get(i, usual[same]) for i, same in enumerate(self.mirrored)]
 
     def in_order(self, order: Sequence[int]) -> StepShardings:
-        """Returns the layouts of a program that takes only these inputs, in this order."""
+        """Returns the shardings of a program that takes only these inputs, in this order."""
         at = {i: position for position, i in enumerate(order)}
         return replace(
             self,
@@ -92,7 +89,6 @@ class StepShardings:
 def _step_shardings(
     call: Call, traced: Traced, plan: Plan, kept: Sequence[NamedSharding | None]
 ) -> StepShardings:
-    """Returns the shardings of inputs and outputs over the mesh."""
     _, arrays, _, counts = traced.sizes
     components = [
         keeps_own_values(variable)
@@ -121,7 +117,7 @@ def _step_shardings(
 
 
 def returned_arguments(call: Call, traced: Traced) -> Iterator[tuple[int, int]]:
-    """Returns the outputs that are the new value of an argument, each with that input."""
+    """Yields pairs of an output that is the new value of an argument, and its input."""
     results, data = sum(traced.written_sizes), sum(traced.sizes[:2])
     kinds, variables = call.arguments.kinds, map(id, call.binding.variables)
     starts = dict(zip(variables, itertools.pairwise(traced.input_starts), strict=True))
@@ -137,16 +133,16 @@ def returned_arguments(call: Call, traced: Traced) -> Iterator[tuple[int, int]]:
 
 
 class AheadOfTime:
-    """Compiles for the devices of an abstract mesh, as many as there are, on one that is here."""
+    """Compiles for an abstract mesh of any size, with one local device in place of each of its devices."""
 
     def __init__(self, device: jax.Device) -> None:
         self.device = device
         self.compiled: Any = None
         self.times = [time.perf_counter()]
-        """When it began, was traced, lowered and compiled."""
+        """When tracing began, and when it was traced, lowered and compiled."""
 
     def compile(self, traced: Any, devices: int, options: dict[str, bool | str] | None) -> Any:
-        """Lowers and compiles what ``jax.jit`` has traced."""
+        """Lowers and compiles a traced ``jax.jit``."""
         platform = self.device.platform
         if platform == "gpu":  # which is cuda or rocm
             platform = export.default_export_platform()
@@ -160,28 +156,27 @@ class AheadOfTime:
 
 @dataclass(frozen=True, eq=False)
 class FlatStep:
-    """A step as a function of flat arrays, and what to compile it for."""
+    """A step as a function of flat arrays, and how to compile it."""
 
     function: Callable[..., list[Any]]
-    """The step of one replica; where the replicas share state, that of all, over global arrays."""
+    """The step of one replica on its arrays; if state is sharded, of all replicas on global arrays."""
     mesh: Mesh
     shardings: StepShardings
     avals: Sequence[Any]
     """The abstract values of the global inputs."""
     donated: Sequence[int] = ()
-    """The inputs whose memory the outputs may take."""
+    """The inputs whose memory the outputs may reuse."""
     runs_once: bool = False
     """Whether compiling takes longer than running."""
     ahead: AheadOfTime | None = None
-    """What compiles it if the mesh is abstract."""
+    """Compiles it if the mesh is abstract."""
     diverging: tuple[str, ...] = ()
-    """What may send replicas through different branches, or through a loop differently often."""
+    """Predicates and trip counts that may differ between replicas."""
     reshard_after_forward: bool | None = None
     """Whether divided inputs are gathered again for the backward pass; None for only in scans and remat."""
 
     @property
     def platform(self) -> str:
-        """The kind of devices to compile for."""
         device = self.ahead.device if self.ahead else self.mesh.devices.flat[0]
         return str(device.platform)
 
@@ -195,10 +190,10 @@ def flat_step(
     evaluate: Evaluate,
     kept: Sequence[NamedSharding | None] = (),
 ) -> FlatStep:
-    """Returns the step of one replica as a function of those flat inputs that it uses, in this order.
+    """Returns the step of one replica as a function of the flat inputs in ``order``.
 
-    It keeps neither variables nor captured arrays alive. ``kept`` is the sharding over the replicas that
-    each flat input keeps, of those that are state.
+    It keeps neither variables nor captured arrays alive. ``kept`` is the sharding in which each flat input is
+    stored, if it is sharded over the replicas.
     """
     shardings = _step_shardings(call, traced, plan, kept)
     avals = _input_avals(call, arrays)
@@ -209,11 +204,11 @@ def flat_step(
         for done, rule in zip(chosen_by_cond(traced.jaxpr.jaxpr, old), plan.combine, strict=True)
     ]
     position = {i: at for at, i in enumerate(order)}
-    # Arrays captured where nothing can be assigned are constants of the trace: read them as inputs.
+    # Captured arrays that cannot be replaced in place are constants of the trace: read them as inputs.
     array_at = {id(array): traced.sizes[0] + i for i, array in enumerate(arrays)}
 
     def step(*flat: jax.Array) -> list[jax.Array]:
-        # What the program does not read needs a value of the right type only.
+        # Inputs that the program does not read only need a value of the right type.
         every = [
             flat[position[i]] if i in position else jnp.zeros(aval.shape, aval.dtype)
             for i, aval in enumerate(avals)
@@ -246,7 +241,6 @@ def flat_step(
 
 
 def _input_avals(call: Call, arrays: Sequence[Any]) -> list[Any]:
-    """Returns the abstract value of each flat global input."""
     values: list[Any] = [global_value(v, call.mesh) for v in call.binding.variables]
     values += arrays
     values += [v.global_array if isinstance(v, PerReplica) else v for v in call.arguments.data]
@@ -259,12 +253,12 @@ def _input_avals(call: Call, arrays: Sequence[Any]) -> list[Any]:
 _NAME = "replica_step"
 
 step_p: Any = jex_core.Primitive(_NAME)
-"""All equations of a step, which become a function of the lowered program as they are."""
+"""All equations of a step, lowered as one function."""
 step_p.multiple_results = True
 
 
 def by_equation(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
-    """Returns a traced step as a function that is traced to the equations it has."""
+    """Returns a traced step as a function that is traced equation by equation."""
     function: Callable[..., list[Any]] = jex_core.jaxpr_as_fun(jaxpr)
     return function
 
@@ -272,9 +266,8 @@ def by_equation(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
 def in_one_equation(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
     """Returns a traced step as a function that ``shard_map`` and ``scan`` trace to one equation.
 
-    A step that prints, calls back or holds refs is traced equation by equation, since JAX looks for
-    these in the outermost program; so is one that gets inputs for its constants, and one that JAX has
-    yet to lower to its basic operations.
+    It is traced equation by equation if it prints, calls back or holds refs, since JAX looks for these in
+    the outermost program; if its constants are tracers; or if JAX has yet to lower it to basic operations.
     """
     traced_constants = any(isinstance(c, jax.core.Tracer) for c in jaxpr.consts)
     if has_effects(jaxpr) or is_high(jaxpr) or traced_constants:
@@ -297,7 +290,7 @@ Compile = Callable[[FlatStep], Compiled]
 
 
 def compile_for_mesh(step: FlatStep, all_replicas: Compiled) -> Compiled:
-    """Compiles a function of global arrays; XLA partitions what is not mapped over the mesh."""
+    """Compiles a function of global arrays; XLA partitions all that is not in a ``shard_map``."""
     options = _compiler_options(step)
     in_shardings = step.shardings.in_shardings(step.mesh)
     out_shardings = step.shardings.out_shardings(step.mesh)
@@ -307,7 +300,7 @@ def compile_for_mesh(step: FlatStep, all_replicas: Compiled) -> Compiled:
         out_shardings=out_shardings,
         donate_argnums=tuple(step.donated),
     )
-    with outside_mesh():  # that of an open scope need not be the one that divides state
+    with outside_mesh():  # the mesh of an open scope may differ from the one that divides state
         jitted_trace = jitted.trace(*step.avals)
         if step.ahead is not None:
             ahead: Compiled = step.ahead.compile(jitted_trace, step.mesh.size, options)
@@ -323,7 +316,7 @@ def compile_for_mesh(step: FlatStep, all_replicas: Compiled) -> Compiled:
 def _with_moves(
     function: Compiled, ins: Sequence[NamedSharding], outs: Sequence[NamedSharding]
 ) -> Compiled:
-    """Returns a function that takes and leaves some values in another memory than computations use."""
+    """Returns a function that moves inputs to device memory, and outputs to the memory they are stored in."""
     ins_there, outs_there = (list(map(in_device_memory, of)) for of in (ins, outs))
     if ins_there == list(ins) and outs_there == list(outs):
         return function
@@ -343,22 +336,22 @@ of a value.
   decided by: {what}
   which may differ between replicas
 To roll, join, slice or pad a value along a dim that is divided over the devices of a replica, XLA lets all \
-devices of all replicas exchange parts; one that does not come keeps the others waiting for ever.
-Make the value whole before the branch or loop:
+devices of all replicas exchange parts; if one does not take part, the others wait for ever.
+Replicate the value over its devices before the branch or loop:
     x = jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec())
 or reduce the predicate first, so that all replicas decide the same:
     dj.get_replica_context().all_reduce('sum', jnp.int32(pred)) > 0"""
 
 
 def _check_exchanges(step: FlatStep, compiled: Any) -> None:
-    """Raises a DeadlockError where XLA exchanges parts of values while the replicas diverge."""
+    """Raises DeadlockError if XLA exchanges parts of values in a branch that replicas may not all take."""
     has_automatic_axes = manual_axes(step.mesh) != set(step.mesh.axis_names)
     if step.diverging and has_automatic_axes and has_exchange_in_branch(compiled.as_text()):
         raise DeadlockError(_EXCHANGE.format(what="\n    ".join(step.diverging)))
 
 
 def compile_shard_map(step: FlatStep) -> Compiled:
-    """Compiles a step of one replica for the mesh; the result takes and gives flat global arrays."""
+    """Compiles a step of one replica for the mesh, as a function of flat global arrays."""
     if step.mesh.shape[DATA] == 1:
         return compile_for_mesh(step, _one_replica(step))
     mapped = jax.shard_map(
@@ -373,10 +366,10 @@ def compile_shard_map(step: FlatStep) -> Compiled:
 
 
 def _compiler_options(step: FlatStep) -> dict[str, bool | str] | None:
-    """Leaves out, on CPU, what pays for many calls only, and a pass that ends the process.
+    """Returns XLA options for CPU: no optimization of a program that runs once, and one pass less.
 
-    It does in a bfloat16 sum beside automatic axes, which it would add up in float32 (seen on JAX 0.10.2
-    and 0.12). Without it the CPU adds bfloat16 itself.
+    The pass ``all-reduce-promotion`` aborts the process at a bfloat16 sum beside automatic axes (JAX 0.10.2
+    and 0.12). Without it the CPU adds in bfloat16.
     """
     mesh, options = step.mesh, dict[str, bool | str]()
     if step.platform == "cpu":
@@ -388,10 +381,10 @@ def _compiler_options(step: FlatStep) -> dict[str, bool | str] | None:
 
 
 def _one_replica(replica: FlatStep) -> Compiled:
-    """Returns the step of the only replica over the global arrays, which are its parts.
+    """Returns the step of the only replica, without collectives.
 
-    Its collectives would cost a copy of what they reduce (CPU), and XLA's partitioner fails on a sum over a
-    manual axis of size 1 beside automatic ones (JAX 0.10.2).
+    They would cost a copy of their operands (CPU), and XLA's partitioner fails on a sum over a manual axis of
+    size 1 beside automatic ones (JAX 0.10.2).
     """
     with jax.sharding.use_abstract_mesh(inside_replica(replica.mesh)):
         body = jax.make_jaxpr(replica.function, axis_env=[(DATA, 1)])(*replica.avals)
@@ -404,8 +397,8 @@ def _one_replica(replica: FlatStep) -> Compiled:
     return step
 
 
-def _apart(array: Any, replicas: int) -> jax.Array:
-    """Returns the replicas' parts, one after the other along dim 0, as a new dim."""
+def _split_rows(array: Any, replicas: int) -> jax.Array:
+    """Returns an array with dim 0 split into replicas and the rows of each."""
     return jnp.reshape(array, (replicas, array.shape[0] // replicas, *array.shape[1:]))
 
 
@@ -438,7 +431,7 @@ def compile_pmap(step: FlatStep) -> Compiled:
     def compiled(*flat: Any) -> list[jax.Array]:
         with outside_mesh():
             inputs = [
-                _apart(x, mesh.shape[DATA]) if split and not stacked else x
+                _split_rows(x, mesh.shape[DATA]) if split and not stacked else x
                 for x, split, stacked in zip(flat, shardings.split, shardings.stacked, strict=True)
             ]
             outs = mapped(np.arange(mesh.shape[DATA]), *inputs)
@@ -451,10 +444,10 @@ COMPILERS: dict[Lowering, Compile] = {"shard_map": compile_shard_map, "pmap": co
 
 
 def with_token(step: FlatStep) -> FlatStep:
-    """Returns a step with one more output, the last, for a step of which all outputs are state.
+    """Returns a step with one more output, a scalar, for a step whose outputs are all state.
 
-    All outputs of a program are there at once, so a number that costs nothing tells when the state is,
-    also when a later step has taken that. Without it the loop would wait for the newest step.
+    The outputs of a program are ready at once, so waiting for the scalar shows that a step has finished, even
+    after a later step was given the state. Without it the loop would have to wait for the newest step.
     """
 
     def and_token(*flat: Any) -> list[Any]:

@@ -1,9 +1,9 @@
-"""The programs of a worker and of servers: some equations of a step, compiled for one device.
+"""Programs of workers and servers: some equations of a step, compiled for one device, and serialized.
 
-As bytes they travel to processes that hold none of the user's code. The bytes are a line of JSON, with the
-types of what a program takes and returns, and the StableHLO that ``jax.export`` makes. No Python travels, and
-nothing is unpickled. A program runs with the version of JAX that made it, since another may compile it to
-other numbers. Random keys travel as ``jax.random.key_data``.
+A serialized program is a line of JSON, with the types of inputs and outputs, and the StableHLO of
+``jax.export``. It needs none of the user's code, contains no Python, and nothing is unpickled. It runs only
+with the version of JAX that made it, since another may compile it to other numbers. Random keys are sent as
+``jax.random.key_data``.
 """
 
 from __future__ import annotations
@@ -38,22 +38,21 @@ from distribute_jax.program._trace import Call
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A program for one device; it donates nothing, but for ``in_place``."""
+    """A program for one device; only ``in_place`` donates."""
 
     jitted: Callable[[Sequence[Any], Sequence[Any]], list[jax.Array]]
-    """Takes state and other values; it may return more than is asked for."""
+    """Takes state and other values; may return more than ``returns``."""
     state: tuple[jax.ShapeDtypeStruct, ...]
-    """The types of the state that it takes."""
+    """The types of state inputs."""
     values: tuple[jax.ShapeDtypeStruct, ...]
-    """The types of what it takes beside."""
+    """The types of other inputs."""
     returns: tuple[jax.ShapeDtypeStruct, ...]
-    """The types of what it returns."""
+    """The types of outputs."""
     jaxpr: Any
-    """What it runs."""
     touched: tuple[int, ...]
-    """The state of which it changes some rows alone."""
+    """The indices of state of which only some rows change."""
     by_rows: bool
-    """Whether values may come without the zeros at their ends."""
+    """Whether values may come without trailing zeros."""
 
     def __call__(self, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
         if self.by_rows:
@@ -61,7 +60,7 @@ class Part:
         return self._returned(self.jitted(state, values))
 
     def in_place(self, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
-        """Returns the same in the memory of what is ``touched``, which nobody may read after it."""
+        """Returns the same, and donates the ``touched`` state."""
         donated = [state[i] for i in self.touched]
         rest = [None if i in self.touched else x for i, x in enumerate(state)]
         return self._returned(self._donating(donated, rest, [*map(filled, values, self.values)]))
@@ -76,16 +75,16 @@ class Part:
         return jax.jit(run, donate_argnums=0)
 
     def _returned(self, outs: list[jax.Array]) -> list[jax.Array]:
-        # The same memory, without the mesh under which the step was traced: nothing else runs under it.
+        # Drops the sharding over the mesh of the trace, which no other array has.
         return [out.addressable_data(0) for out in outs[: len(self.returns)]]
 
 
 Some = tuple[Any, Rows | Ids | None]
-"""A value of the program, and which rows of it; None for all."""
+"""A variable of the program, and which rows of it; None for all."""
 
 
 def all_of(some: Iterable[Any]) -> list[Some]:
-    """Returns values of which all rows are meant."""
+    """Returns the values with all their rows."""
     return [(v, None) for v in some]
 
 
@@ -100,11 +99,18 @@ def build_part(
     touched: Mapping[Any, Any] = MappingProxyType({}),
     by_first: Collection[Any] = (),
 ) -> Part:
-    """Compiles some equations for one device; it returns also what is ``shared``, which nobody reads.
+    """Compiles some equations for one device.
 
-    It takes the numbers of the rows ``ids`` after other values. Of what was ``touched``, by its new value the
-    old one, the rows are new that the equations compute. What goes ``by_first`` is zero on all replicas but
-    the first: where all are added up, it stays as it is.
+    Args:
+        call: the step.
+        body: the program that has the equations.
+        needs: the equations, and which rows they compute.
+        takes: state inputs, and other inputs.
+        outs: the outputs.
+        shared: scalars that are returned too, only so that XLA rounds them as in the step.
+        ids: lookups whose row ids the program takes after its other inputs.
+        touched: the old value of each new value of which only the computed rows change.
+        by_first: values that replicas other than the first replace by zero, so that their sum is the value.
     """
     jaxpr = open_jaxpr(body)
     inputs = [*takes[0], *takes[1]]
@@ -118,7 +124,7 @@ def build_part(
             _start(needs, v, rows, inputs_by_var[v], known, some)
         needs.run(jaxpr, known, some)
         more = jax.lax.optimization_barrier([known[v] for v in shared])
-        for v in by_first:  # to -0.0 every number can be added
+        for v in by_first:  # -0.0 + x is x for every x
             nothing = jnp.full_like(known[v], -0.0)
             known[v] = jnp.where(known[jaxpr.invars[0]] == 0, known[v], nothing)
 
@@ -158,7 +164,7 @@ def build_part(
 
 
 def _start(needs: Needs, v: Any, rows: Any, value: Any, known: Values, some: Values) -> None:
-    """Adds a value that a program takes to those that it starts from: the rows that are needed, or all."""
+    """Adds an input to the initial values: the rows that are needed, or all."""
     wanted: Any = None if v in needs.whole else needs.rows.get(v)
     if isinstance(rows, Ids) and wanted is not rows:
         value = rows.put(jnp.zeros((rows.rows.stop, *value.shape[1:]), value.dtype), value)
@@ -181,7 +187,7 @@ _CALLBACK = """\
 {what} at {where} calls Python in this process, and the step runs in another one, which has none of this \
 program's code. Return the value from the step and print it here, or use engine="threads"."""
 
-_REFUSED = """\
+_NOT_EXPORTABLE = """\
 A step cannot be sent to another process: {error}
 Steps of engine="threads" stay in this one."""
 
@@ -198,20 +204,20 @@ and so do all servers; JAX_PLATFORMS={first} chooses it."""
 
 @dataclass(frozen=True, eq=False)
 class LoadedPart:
-    """A program that came as bytes; it is called as the ``Part`` that it was."""
+    """A program that was loaded from bytes; called like a ``Part``."""
 
     call: Callable[..., Sequence[jax.Array]]
     takes: Sequence[Any]
-    """The types of what it takes."""
+    """The types of inputs."""
     wanted: int
-    """How many of its results count."""
+    """The number of outputs that are returned."""
     touched: tuple[int, ...]
 
     def __call__(self, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
         return self._run(self.compiled, state, values)
 
     def in_place(self, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
-        """As of ``Part``."""
+        """Returns the same, and donates the ``touched`` state."""
         return self._run(self._donating, state, values)
 
     def _run(self, compiled: Any, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
@@ -229,7 +235,7 @@ class LoadedPart:
 
 
 def export_part(part: Part, platforms: Sequence[str]) -> bytes:
-    """Returns a program as bytes that ``load_part`` takes, for kinds of devices such as ``"cpu"``."""
+    """Serializes a program for platforms such as ``"cpu"``."""
     for eqn in equations(part.jaxpr.jaxpr):
         if "callback" in eqn.primitive.name or eqn.primitive.name == "debug_print":
             raise LoweringError(_CALLBACK.format(what=name(eqn), where=line(eqn)))
@@ -247,7 +253,7 @@ def export_part(part: Part, platforms: Sequence[str]) -> bytes:
             *map(_numbers_of, types)
         )
     except (ValueError, NotImplementedError) as error:
-        raise LoweringError(_REFUSED.format(error=error)) from error
+        raise LoweringError(_NOT_EXPORTABLE.format(error=error)) from error
     head = {
         "format": _FORMAT,
         "jax": jax.__version__,
@@ -262,7 +268,7 @@ def export_part(part: Part, platforms: Sequence[str]) -> bytes:
 
 
 def load_part(data: bytes) -> LoadedPart:
-    """Returns the program that ``export_part`` made bytes of, with this version of JAX for such devices."""
+    """Loads a program from ``export_part``, made with this version of JAX for this platform."""
     head, _, body = bytes(data).partition(b"\n")
     try:
         facts = json.loads(head)
@@ -281,7 +287,7 @@ def load_part(data: bytes) -> LoadedPart:
     if ours not in platforms:
         text = _PLATFORMS.format(theirs=", ".join(platforms), ours=ours, first=platforms[0])
         raise ProcessesDifferError(text)
-    # A program of the same types: JAX's own bytes of it would need another package.
+    # Exported.deserialize would need the package flatbuffers: export a program of the same types instead.
     like = jax.jit(lambda *_: [jnp.zeros(aval.shape, aval.dtype) for aval in returns])
     exported = replace(
         export.export(like, platforms=platforms)(*takes),
@@ -291,7 +297,7 @@ def load_part(data: bytes) -> LoadedPart:
     try:
         loaded = LoadedPart(exported.call, takes, wanted, touched)
         _ = loaded.compiled
-    except Exception as error:  # whatever a parser meets in bytes that are damaged
+    except Exception as error:  # a parser may raise anything on damaged bytes
         raise ArgumentError(_NOT_OURS.format(size=len(data))) from error
     return loaded
 
@@ -305,13 +311,13 @@ def _is_key(aval: Any) -> bool:
 
 
 def _numbers_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """Returns the type of the numbers that a key is, and other types as they are."""
+    """Returns the type of a value as it is sent."""
     plain = jax.eval_shape(as_numbers, aval)
     return jax.ShapeDtypeStruct(plain.shape, plain.dtype)
 
 
 _WIDER = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
-"""Compiled ahead of time, programs do not take arrays of what several of share a byte (JAX 0.10.2)."""
+"""Programs compiled ahead of time do not take arrays of sub-byte dtypes (JAX 0.10.2)."""
 
 
 def as_numbers(value: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Placement: how each leaf of state is divided over the mesh between steps.
+"""The sharding of each leaf of state between steps.
 
-A leaf that the replicas share is divided along its first dim that their number divides, so that shares are
-contiguous, and gathers and sums need no copies in another order. Along a short first dim a scan may go over
-stacked layers: it is divided only if no other can be. A leaf without such a dim stays whole on each replica:
-padding it would change what an optax transformation sees of it.
+A leaf that the replicas divide is sharded along its first dim that is a multiple of their number: shares are
+contiguous then, so that collectives need no transposed copies. A short first dim may be that of stacked
+layers that a scan goes over, so it is the last choice. A leaf without such a dim is replicated: padding would
+change what optax transformations compute.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._placement_rules import Axes, Rules
 
 LEAST_ELEMENTS = 1024
-"""Smaller arrays stay whole: what they take is nothing beside the collectives that sharing them costs."""
+"""Smaller arrays are replicated: collectives would cost more than the memory is worth."""
 
 MOST_LAYERS = 128
-"""A first dim that is smaller may be that of stacked layers."""
+"""A smaller first dim may be that of stacked layers."""
 
 
 class PlacedLeaf(NamedTuple):
@@ -54,12 +54,12 @@ class PlacedLeaf(NamedTuple):
 
 
 Path = tuple[Any, ...]
-"""The keys that lead from a model to one of its variables."""
+"""The keys from a model to one of its variables."""
 
 
 @dataclass(frozen=True)
 class ParameterDevice:
-    """The one device, and the kind of its memory, where state is stored between steps."""
+    """The single device that stores state between steps."""
 
     device: jax.Device
     memory_kind: str | None = None
@@ -67,34 +67,34 @@ class ParameterDevice:
 
     @property
     def state(self) -> SingleDeviceSharding:
-        """Where variables are stored."""
+        """The sharding of variables."""
         return SingleDeviceSharding(self.device, memory_kind=self.memory_kind)
 
     @property
     def results(self) -> SingleDeviceSharding:
-        """Where mirrored results are stored: in memory that any computation can read."""
+        """The sharding of mirrored results: memory that any computation can read."""
         return SingleDeviceSharding(self.device)
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Where the replicas of a strategy are, and where their state is stored between steps."""
+    """The devices of a strategy's replicas, and the shardings of state between steps."""
 
     mesh: Mesh
     parameter_device: ParameterDevice | None = None
-    """None where state is mirrored over the mesh."""
+    """None if state is stored on the mesh."""
     shared: tuple[type[nnx.Variable[Any]], ...] = ()
-    """The kinds of variables of which each replica keeps its share only."""
+    """The types of variables that the replicas divide."""
     rules: Rules | None = None
-    """What divides the model over the devices of each replica."""
+    """The rules that divide the model over the devices of each replica."""
     strategy: str = "Strategy"
     """The name of the strategy, for messages."""
     shard_over: int | None = None
-    """How many devices that follow each other share the state; None for all."""
+    """How many consecutive devices divide the state; None for all."""
     reshard_after_forward: bool | None = None
-    """Whether a parameter is gathered again for the backward pass, as ``FullyShardedStrategy`` takes it."""
+    """Whether parameters are gathered again for the backward pass, as in ``FullyShardedStrategy``."""
     optimizer_memory_kind: str | None = None
-    """The memory that the state of optimizers is in between steps; None for the devices' default memory."""
+    """Where optimizer state is between steps; None for the devices' default memory."""
 
     @functools.cached_property
     def state_mesh(self) -> Mesh:
@@ -103,20 +103,20 @@ class Replicas:
 
     @property
     def state(self) -> Sharding:
-        """Where state is stored that is not sharded."""
+        """The sharding of state that is not divided."""
         if self.parameter_device is not None:
             return self.parameter_device.state
         return mirrored_sharding(self.mesh)
 
     @property
     def divides_arguments(self) -> bool:
-        """Whether state that a step takes as arguments, as a ``TrainState``, may be divided too."""
+        """Whether state among the arguments of a step, such as a ``TrainState``, may be divided."""
         return nnx.Variable in self.shared or self.rules is not None
 
     def shardings(
         self, variables: Sequence[nnx.Variable[Any]], paths: Callable[[], Sequence[Path]]
     ) -> tuple[NamedSharding | None, ...]:
-        """Returns how each leaf is divided over the mesh; None where each device has the whole."""
+        """Returns the sharding of each leaf; None if it is replicated."""
         if not self.shared and self.rules is None and self.optimizer_memory_kind is None:
             return (None,) * sum(len(jax.tree.leaves(v.get_raw_value())) for v in variables)
         keys = paths()
@@ -140,9 +140,9 @@ class Replicas:
     def rows(
         self, variables: Sequence[nnx.Variable[Any]], paths: Sequence[Path]
     ) -> list[PlacedLeaf]:
-        """Returns where each leaf is stored.
+        """Returns the placement of each leaf.
 
-        The state of an optimizer is divided as its parameter, whose path its own path ends with.
+        Optimizer state is divided as its parameter: the one whose path is a suffix of its path.
         """
         pairs = list(zip(variables, paths, strict=True))
         of_model = {path: v for v, path in pairs if not isinstance(v, nnx.OptState)}
@@ -182,17 +182,17 @@ class Replicas:
         return row(f"{why}, {of_data}" if why else of_data, dim)
 
     def _memory_kind(self, variable: nnx.Variable[Any], shape: Sequence[int]) -> str | None:
-        """Returns the memory that an array is in between steps; None for the devices' default memory."""
+        """Returns the memory kind of an array between steps; None for the devices' default memory."""
         is_moved = isinstance(variable, nnx.OptState) and prod(shape) >= LEAST_ELEMENTS
         return self.optimizer_memory_kind if is_moved else None
 
     @property
     def _shares(self) -> int:
-        """How many shares an array has that is divided."""
+        """The number of shares of a divided array."""
         return int(self.state_mesh.shape[share_axis(self.state_mesh)])
 
     def _kept_whole(self, variable: nnx.Variable[Any], leaf: Any) -> str:
-        """Returns why the replicas do not divide a leaf, whatever its dims; empty if they may."""
+        """Returns why the replicas do not divide a leaf of any shape; empty if they may."""
         if keeps_own_values(variable):
             return "each replica has its value"
         if not isinstance(variable, self.shared):
@@ -226,7 +226,7 @@ class Replicas:
         return self.rules.axes(path_text(path), variable, shape)
 
     def _check_divides(self, rows: Sequence[PlacedLeaf]) -> None:
-        """Refuses a model of which nothing can be divided, although its parameters should be."""
+        """Raises ArgumentError if parameters should be divided and none can be."""
         if not rows or nnx.Variable not in self.shared or any(row.spec for row in rows):
             return
         rows = sorted(rows, key=lambda row: -prod(row.shape))
@@ -258,14 +258,14 @@ _BY_RULES = "fully_sharded=False divides by the rules alone"
 
 
 def moved_at_once(shape: Sequence[int]) -> int:
-    """Returns how many elements are gathered together: of stacked layers, those of one."""
+    """Returns how many elements one all-gather moves: of stacked layers, those of one layer."""
     return prod(shape[1:] if len(shape) > 2 and shape[0] < MOST_LAYERS else shape)
 
 
 def share_dim(shape: Sequence[int], replicas: int, axes: Axes = ()) -> int | None:
-    """Returns the dim along which an array is divided; None where it stays whole.
+    """Returns the dim along which the replicas divide an array; None if it is replicated.
 
-    Dims that ``axes`` of the mesh divide already are left to them.
+    It is not one that ``axes`` of the mesh divide already.
     """
     divided = [dim for dim, of_dim in enumerate(axes) if of_dim is not None]
     fits = [
@@ -280,19 +280,19 @@ def share_dim(shape: Sequence[int], replicas: int, axes: Axes = ()) -> int | Non
 
 
 def share_spec(dim: int | None, axes: Any = DATA) -> PartitionSpec:
-    """Returns the placement of an array that is divided along a dim, or whole."""
+    """Returns the spec of an array that is divided along a dim; None for no dim."""
     return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axes)
 
 
 def data_dim(spec: PartitionSpec) -> int | None:
-    """Returns the dim that the replicas divide."""
+    """Returns the dim that the replicas divide; None without one."""
     return next((dim for dim, axes in enumerate(spec) if axes in {DATA, SHARD}), None)
 
 
 def variable_paths(
     variables: Sequence[nnx.Variable[Any]], names: Sequence[str], nodes: Iterable[Any]
 ) -> list[Path]:
-    """Returns the path of each variable in the outermost of some modules that holds it, or its name."""
+    """Returns the path of each variable in the outermost module that holds it, or its name."""
     paths: dict[int, Path] = {}
     seen: set[int] = set()
     for node in nodes:
@@ -316,19 +316,19 @@ def modules_of(nest: Any) -> dict[Path, Any]:
 
 
 def share_sharding(value: Any, mesh: Mesh) -> NamedSharding | None:
-    """Returns the sharding of the shares of an array; None where it stays replicated."""
+    """Returns the sharding of an array that the replicas divide; None if it is replicated."""
     axis = share_axis(mesh)
     dim = None if _is_key(value) else share_dim(jnp.shape(value), mesh.shape[axis])
     return None if dim is None else NamedSharding(mesh, share_spec(dim, axis))
 
 
 def _is_placed(leaf: Any, wanted: NamedSharding) -> bool:
-    """Returns whether an array is divided already as it should be."""
+    """True if an array has the wanted sharding already."""
     is_plan = isinstance(wanted.mesh, AbstractMesh) or isinstance(leaf, jax.core.Tracer)
     there = None if is_plan else getattr(leaf, "sharding", None)
     return there is not None and there.is_equivalent_to(wanted, len(leaf.shape))
 
 
 def _is_key(leaf: Any) -> bool:
-    """Returns whether an array, or what stands for one, is of random keys."""
+    """True for an array of random keys, also an abstract one."""
     return jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.extended)

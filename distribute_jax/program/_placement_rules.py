@@ -16,14 +16,14 @@ from distribute_jax._mesh import DATA, MODEL
 from distribute_jax._messages import listed
 
 Axes = tuple[Any, ...]
-"""For each dim of an array the mesh axes that divide it: None, a name, or a tuple of names."""
+"""For each dim of an array, the mesh axes that divide it: None, a name, or a tuple of names."""
 
 
 class Rules:
-    """What divides the variables of a model: patterns of their paths, and names of logical axes."""
+    """The user's rules: regular expressions for paths of variables, and names of logical axes."""
 
     def __init__(self, rules: Any, mesh: Mesh, strategy: str) -> None:
-        """Takes the rules as the user wrote them, and refuses those that no mesh could follow."""
+        """Checks the rules against the mesh."""
         if not isinstance(rules, Mapping) or not rules:
             raise ArgumentError(
                 f"{strategy}: rules must be a non-empty dict, as {{'kernel': PartitionSpec(None, 'model')}}; "
@@ -57,7 +57,7 @@ class Rules:
             self._check_axes(key, axes, strategy)
 
     def _on_cores(self, value: Any) -> Any:
-        """Returns a rule in which ``"model"`` is all axes of one replica, where there are several."""
+        """Expands ``"model"`` to all mesh axes of one replica, if there are several."""
         cores = tuple(name for name in self._mesh.axis_names if name.startswith(MODEL))
         if cores == (MODEL,):
             return value
@@ -90,7 +90,7 @@ class Rules:
     def axes(
         self, path: str, variable: nnx.Variable[Any], shape: Sequence[int]
     ) -> tuple[Axes, str]:
-        """Returns what divides each dim of an array, and the rule that says so."""
+        """Returns the axes of an array, and the rule that decided."""
         if not (rules := self._matching(path, variable)):
             return (None,) * len(shape), ""
         if (spec := self._patterns.get(rules[0])) is None:
@@ -99,14 +99,14 @@ class Rules:
         return self._aligned(path, spec, shape, text), f"rule {text}"
 
     def _matching(self, path: str, variable: nnx.Variable[Any]) -> list[str]:
-        """Returns the rules that divide a variable: the first pattern, or those of its logical axes."""
+        """Returns the rules for a variable: the first pattern that matches, or those of its logical axes."""
         pattern = next((pattern for pattern in self._patterns if re.search(pattern, path)), None)
         if pattern is not None:
             return [pattern]
         return [name for name in logical_axes(variable) if name in self._logical]
 
     def _aligned(self, path: str, spec: Axes, shape: Sequence[int], rule: str) -> Axes:
-        """Returns a spec for the last dims: stacked layers have more in front."""
+        """Returns a spec aligned with the last dims, since stacked layers have more in front."""
         if len(spec) > len(shape):
             raise ArgumentError(
                 f"The rule {rule} has {len(spec)} dims, and {path} has the shape {list(shape)}."
@@ -134,9 +134,9 @@ class Rules:
     def check_matched(
         self, variables: Sequence[nnx.Variable[Any]], paths: Sequence[str], placed: Sequence[bool]
     ) -> None:
-        """Refuses a rule that matches no variable of a model: it was renamed, or misspelled.
+        """Raises ArgumentError for a rule that matches no variable, which was renamed or the rule misspelled.
 
-        A step may reach a part of a model, of which all that is divided was ``placed`` before.
+        A step may reach only a part of a model; then all divided variables were ``placed`` before.
         """
         pairs = zip(paths, variables, strict=True)
         matched = {rule for path, variable in pairs for rule in self._matching(path, variable)}
@@ -150,7 +150,7 @@ class Rules:
 
 
 _UNUSED = """\
-These rules match no variable of the model, so what they should divide would be whole on each device:
+These rules match no variable of the model, so what they should divide would be replicated:
 {lines}
 A rule is a regular expression that is searched in the path of a variable, or a logical axis name of Flax. \
 strategy.placement(model) shows all paths; remove the rule if the model has no such part."""

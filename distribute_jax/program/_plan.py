@@ -1,4 +1,4 @@
-"""From the proof to decisions: how state is combined, which results are mirrored, what is refused."""
+"""Decides from the proof how state is combined and which results are mirrored, and refuses unsafe steps."""
 
 from __future__ import annotations
 
@@ -35,38 +35,38 @@ _MIRRORED: Mark = frozenset()
 
 @dataclass(frozen=True)
 class Merge:
-    """One metric that a step updates: a rule and the outputs that it is for."""
+    """A metric that a step updates."""
 
     outputs: tuple[int, ...]
-    """Indices among the state outputs, one for each part."""
+    """Indices of its parts among the state outputs."""
     combined: Combined
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the lowered program does with each output."""
+    """How the lowered program combines each output."""
 
     combine: tuple[Combine, ...]
     """For each output that is state."""
     mirrored: tuple[bool, ...]
-    """For each array of the result: whether every replica has the same."""
+    """For each array of the result: whether it is equal on all replicas."""
     merges: tuple[Merge, ...] = ()
-    """State outputs that are combined together."""
+    """State outputs that are combined jointly."""
     notices: tuple[Notice, ...] = ()
-    """What is logged once about the step."""
+    """Remarks about the step, each logged once."""
     parts: tuple[bool, ...] = ()
-    """For each array of the result: whether it is a part of a mean that is not summed yet."""
+    """For each array of the result: whether it is a partial mean that has yet to be summed."""
     diverging: tuple[str, ...] = ()
-    """What may send replicas through different branches, or through a loop differently often."""
+    """Predicates and trip counts that may differ between replicas."""
 
 
 def plan(
     call: Call, traced: Traced, options: RunOptions, before: Sequence[Mark] | None = None
 ) -> Plan:
-    """Proves what is mirrored, and raises where state or a model-shaped result would drift.
+    """Proves what is mirrored, and raises if state or a model-shaped result would diverge.
 
-    ``before`` are the marks of the inputs where these are others than usual, as with workers of parameter
-    servers, whose steps are of one replica each: the state that they share must be combined too.
+    ``before`` replaces the usual marks of the inputs, as for workers of parameter servers: each runs a step
+    of one replica, and the state that they share must be combined too.
     """
     state = sum(traced.written_sizes)
     results = len(traced.jaxpr.jaxpr.outvars) - state
@@ -96,9 +96,9 @@ def plan(
 
 
 def input_marks(call: Call, traced: Traced, differing: int = 0) -> list[Mark]:
-    """Returns the mark of each flat input: per-replica arguments and ON_READ variables differ.
+    """Returns the mark of each flat input.
 
-    So do as many of the last arguments as are ``differing``.
+    Per-replica arguments, ON_READ variables and the last ``differing`` arguments differ between replicas.
     """
     variables, arrays, _, counts = traced.sizes
     names, first = traced.input_names[variables + arrays :], len(call.arguments.data) - differing
@@ -117,7 +117,7 @@ def input_marks(call: Call, traced: Traced, differing: int = 0) -> list[Mark]:
 
 
 def _written_metrics(call: Call, traced: Traced) -> Iterator[tuple[MergeRule, tuple[int, ...]]]:
-    """Returns for each metric with a rule, the outputs of those of its parts that the step wrote."""
+    """Yields each metric that has a rule and was written, with the outputs of its parts."""
     places = {id(variable): i for i, variable in enumerate(call.binding.variables)}
     outputs = {index: output for output, index in _first_outputs(traced)}
     for ref in call.binding.nodes:
@@ -129,7 +129,7 @@ def _written_metrics(call: Call, traced: Traced) -> Iterator[tuple[MergeRule, tu
 
 
 def _as_merge(traced: Traced, rule: MergeRule, outputs: tuple[int, ...]) -> Merge | None:
-    """Returns the merge of a metric that was updated; None for one that was assigned, as by reset."""
+    """Returns the merge of a metric that was updated; None if it was assigned, as by ``reset``."""
     inputs = {output: traced.input_starts[index] for output, index in _first_outputs(traced)}
     jaxpr = traced.jaxpr.jaxpr
     updated = all(
@@ -139,7 +139,7 @@ def _as_merge(traced: Traced, rule: MergeRule, outputs: tuple[int, ...]) -> Merg
 
 
 def _first_outputs(traced: Traced) -> Iterator[tuple[int, int]]:
-    """Returns the first output of each written variable, and the variable's index."""
+    """Yields the first output of each written variable, and the variable's index."""
     output = 0
     for index, size in zip(traced.written, traced.written_sizes, strict=True):
         yield output, index
@@ -153,9 +153,9 @@ def _combine(
     options: RunOptions,
     special: Mapping[int, Combine],
 ) -> Iterator[Combine]:
-    """Returns the rule of each state output, and raises for those that would drift apart.
+    """Yields the rule of each state output, and raises for those that would diverge.
 
-    ``special`` holds the outputs that belong to a metric that has a rule.
+    ``special`` are the rules of outputs that belong to a metric with a rule.
     """
     drifting: list[str] = []
     reset: list[str] = []
@@ -165,7 +165,7 @@ def _combine(
         to_old = Relation.PLUS
         if rule is Combine.INCREMENTS or isinstance(variable, nnx.metrics.MetricState):
             to_old = relation(traced.jaxpr.jaxpr, output, old, beside)
-        # What no sum can be made of is refused for its dtype, which says more.
+        # A dtype that cannot be summed is refused by ``_with_dtypes``, with a better message.
         unsummed = dtype_error(rule, traced.jaxpr.jaxpr.outvars[output].aval.dtype)
         if rule is Combine.INCREMENTS and to_old is not Relation.PLUS and not unsummed:
             rule = Combine.MIRRORED
@@ -187,7 +187,7 @@ def _combine(
 
 
 def _number(call: Call) -> int | str:
-    """Returns the number of replicas for a message; workers may come and go."""
+    """Returns the number of replicas for a message; that of workers may change."""
     replicas = num_replicas(call.mesh)
     return replicas if replicas > 1 else "N"
 
@@ -195,7 +195,7 @@ def _number(call: Call) -> int | str:
 def _with_dtypes(
     call: Call, traced: Traced, marks: Sequence[Mark], rules: Sequence[Combine]
 ) -> Iterator[Combine]:
-    """Refuses dtypes that a rule cannot combine; what is equal on all replicas needs no rule."""
+    """Refuses dtypes that a rule cannot combine, of values that differ between replicas."""
     refused: list[str] = []
     avals: list[Any] = [var.aval for var in traced.jaxpr.jaxpr.outvars]
     for output, (variable, name, *_) in enumerate(state_outputs(call, traced)):
@@ -216,8 +216,8 @@ def _drift(name: str, variable: nnx.Variable[Any], mark: Mark, to_old: Relation)
         )
     elif to_old is Relation.OTHER:
         line += (
-            ", and is not its old value plus something, so what the replicas did to it cannot be added "
-            "up: combine the numbers before, as with all_reduce, or keep them in a dj.Variable"
+            ", and is not its old value plus something, so the replicas' changes cannot be added up: "
+            "combine the numbers before, as with all_reduce, or keep them in a dj.Variable"
         )
     return line
 
@@ -270,20 +270,20 @@ def _sources(mark: Mark) -> str:
 
 
 class ModelShaped(NamedTuple):
-    """A part of the result that is the next value of a mirrored argument."""
+    """A part of the result that is the new value of a mirrored argument."""
 
     argument: str
     """The argument's name, as ``args[0]``."""
     what: str
     """The name of that part of the result."""
     results: list[int]
-    """Which arrays of the result it holds."""
+    """Indices of its arrays in the result."""
     leaves: list[Leaf]
-    """What each of them was in the argument."""
+    """The leaf of the argument for each of them."""
 
 
 def model_shaped(call: Call, traced: Traced) -> Iterator[ModelShaped]:
-    """Finds the parts of the result with structure and shapes of an argument that came in mirrored."""
+    """Yields the parts of the result with the structure and shapes of a mirrored argument."""
     avals = [var.aval for var in traced.jaxpr.jaxpr.outvars[sum(traced.written_sizes) :]]
     template = traced.results
     tree = jax.tree.unflatten(
@@ -297,7 +297,7 @@ def model_shaped(call: Call, traced: Traced) -> Iterator[ModelShaped]:
 
 
 def _check_model_shaped(call: Call, traced: Traced, marks: Sequence[Mark]) -> None:
-    """Refuses a per-replica result that is the next value of a mirrored argument."""
+    """Raises OutOfSyncError for a per-replica result that is the new value of a mirrored argument."""
     for argument, what, results, leaves in model_shaped(call, traced):
         bad = [
             f"{traced.results.names[k]} depends on {_sources(marks[k])}"
@@ -319,14 +319,14 @@ class _ResultLeaf:
 
 
 class Leaf(NamedTuple):
-    """What a leaf of an argument is on one replica."""
+    """A leaf of an argument, on one replica."""
 
     shape: tuple[int, ...]
     dtype: Any
-    """None for a number, which has no dtype yet."""
+    """None for a Python number."""
     per_replica: bool
     position: int
-    """Which of the call's leaves it is."""
+    """Its index among the leaves of the call."""
 
 
 def _leaf(leaf: Any, position: int) -> Leaf:
@@ -336,14 +336,14 @@ def _leaf(leaf: Any, position: int) -> Leaf:
 
 
 def _fits(wanted: Leaf, aval: Any) -> bool:
-    """Returns whether an output has the shape and dtype of an argument."""
+    """True if an output has the shape and dtype of a leaf."""
     return bool(wanted.shape == aval.shape and wanted.dtype in (None, aval.dtype))
 
 
 def _mirrored_arguments(call: Call) -> Iterator[tuple[str, Any, list[Leaf]]]:
-    """Returns name, structure and shapes of each argument that is a pytree with mirrored arrays.
+    """Yields name, structure and leaves of each argument that is a pytree with mirrored arrays.
 
-    Some of it may be per-replica, as the statistics of a model of which each replica keeps its own.
+    Some leaves may be per-replica, such as local batch statistics.
     """
     arguments = call.arguments
     args, kwargs = jax.tree.unflatten(arguments.treedef, arguments.leaves)
@@ -362,7 +362,7 @@ def _mirrored_arguments(call: Call) -> Iterator[tuple[str, Any, list[Leaf]]]:
 
 
 def _subtrees(tree: Any, structure: Any) -> Iterator[tuple[str, list[_ResultLeaf]]]:
-    """Finds the parts of a result with a given structure."""
+    """Yields the parts of a result with a given structure."""
 
     def matches(part: Any) -> bool:
         return bool(jax.tree.structure(part) == structure)

@@ -32,7 +32,7 @@ from distribute_jax.program._options import RunOptions
 from distribute_jax.program._placement import ParameterDevice, Replicas, data_dim, share_sharding
 from distribute_jax.program._plan import Plan, plan
 from distribute_jax.program._results import Results
-from distribute_jax.program._sharded_update import SplitStep, compile_shares, on_shares
+from distribute_jax.program._sharded_update import SplitStep, compile_global, lower_split
 from distribute_jax.program._state_placement import on_parameter_device
 from distribute_jax.program._trace import Call, Traced, trace
 
@@ -144,7 +144,7 @@ def build(
         compile_ = on_parameter_device(compile_, replicas.parameter_device)
     _check_callbacks(traced, call.mesh, replicas.state_mesh if shares else call.mesh)
     if shares:
-        step, compile_ = on_shares(step, InTurn if several else SplitStep), compile_shares
+        step, compile_ = lower_split(step, InTurn if several else SplitStep), compile_global
     elif several:
         step = in_turn(step)
     has_token = len(step.shardings.mirrored) == step.shardings.state

@@ -1,12 +1,11 @@
-"""Equations that are run on some rows of their arrays, which several servers have parts of.
+"""Runs equations on some rows of their arrays, for variables whose rows are divided among servers.
 
-The update of a variable is mostly element by element: a server that has some of its rows computes those of
-the new value from the same rows of the gradient. What an equation needs whole, such as a number of steps or
-random numbers for all rows, it gets whole.
+The update of a variable is mostly elementwise: a server that has some rows of it computes their new values
+from the same rows of the gradient. Values that an equation needs whole, such as a step count or random
+numbers for all rows, are passed whole.
 
-Of a table that the step reads by lookups alone, with indices that are computed from the batch, a worker
-computes the indices first, reads the rows that these name, and hands over gradients of them: the gradient of
-such a table is zero in all other rows.
+A table that the step reads only by lookups, with indices computed from the batch, is sparse: a worker
+computes the indices first, reads these rows, and pushes their gradients, which are zero in all other rows.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from distribute_jax.program._padding_rules import ELEMENTWISE
 
 
 class Rows(NamedTuple):
-    """Some rows of an array."""
+    """Consecutive rows of an array."""
 
     first: int
     stop: int
@@ -55,18 +54,18 @@ class Rows(NamedTuple):
 
 
 class Ids:
-    """The rows of an array that a batch looks up; how many it looks up is known, and which of them later."""
+    """The rows of an array that a batch looks up: their number is static, the row ids are traced."""
 
     def __init__(self, number: int, rows: Rows, whole: Rows | None = None) -> None:
-        """Takes how many rows are looked up, at most, and of which ``rows`` of an array.
+        """Takes the largest number of rows that are looked up, among these ``rows`` of the array.
 
-        ``whole`` is what a server has of the array, if not all.
+        ``whole`` are the rows that a server has of the array, if not all.
         """
         self.number, self.rows, self.whole = number, rows, whole
         self._ids: Any = None
 
     def set(self, plus_one: Any) -> None:
-        """Takes the numbers of the rows, sorted, each plus 1, and zeros in the place of more."""
+        """Sets the row ids: sorted, each plus 1, and padded with zeros."""
         plus_one = jnp.asarray(plus_one)
         self._ids = jnp.where(plus_one == 0, np.iinfo(np.int32).max, plus_one - 1)
 
@@ -83,7 +82,7 @@ class Ids:
         return array.at[self._ids].set(some, mode="drop")
 
     def local(self, eqn: Any, indices: Any) -> Any:
-        """Returns the numbers of rows that an equation takes as they are among these rows."""
+        """Returns the indices of an equation, relative to these rows."""
         flat = looked_up(eqn, indices)
         at = jnp.minimum(jnp.searchsorted(self._ids, flat), self.number - 1)
         known = (self._ids[at] == flat) & (flat >= 0) & (flat < self.rows.stop)
@@ -91,7 +90,7 @@ class Ids:
 
 
 def looked_up(eqn: Any, indices: Any) -> Any:
-    """Returns the numbers of the rows that an equation takes; those that are not there change nothing."""
+    """Returns the row ids that an equation looks up; ids that are out of range have no effect."""
     flat = indices[..., 0].astype(jnp.int32)
     if "CLIP" in str(eqn.params["mode"]):
         flat = jnp.clip(flat, 0, eqn.invars[0].aval.shape[0] - 1)
@@ -99,7 +98,7 @@ def looked_up(eqn: Any, indices: Any) -> Any:
 
 
 def filled(array: Any, like: Any) -> Any:
-    """Returns an array that was sent without the zeros at its end as it was."""
+    """Restores the trailing zeros of an array that was sent without them."""
     if np.shape(array) == like.shape:
         return array
     whole = np.zeros(like.shape, like.dtype)
@@ -108,14 +107,14 @@ def filled(array: Any, like: Any) -> Any:
 
 
 def joined(arrays: Sequence[Any]) -> Any:
-    """Returns an array of its parts."""
+    """Concatenates the parts of an array."""
     if len(arrays) == 1:
         return arrays[0]
     return (np if isinstance(arrays[0], np.ndarray) else jnp).concatenate(arrays)
 
 
 def parts(partitioner: Callable[..., Any] | None, most: int, name: str, like: Any) -> list[Rows]:
-    """Returns the rows of each part that a variable is divided into, by the user's partitioner."""
+    """Returns the rows of each part that the user's partitioner divides a variable into, at most ``most``."""
     shape = tuple(like.shape)
     if partitioner is None or not shape:
         return []
@@ -127,20 +126,20 @@ def parts(partitioner: Callable[..., Any] | None, most: int, name: str, like: An
         or min(numbers) < 1
         or any(n > 1 for n in numbers[1:])
     ):
-        raise ArgumentError(_NOT_PARTS.format(name=name, shape=shape, numbers=numbers))
+        raise ArgumentError(_BAD_PARTITION.format(name=name, shape=shape, numbers=numbers))
     number = min(numbers[0], shape[0], most)
     size, more = divmod(shape[0], number) if number else (0, 0)
     firsts = [i * size + min(i, more) for i in range(number + 1)]
     return [Rows(*pair) for pair in itertools.pairwise(firsts)]
 
 
-_NOT_PARTS = """\
+_BAD_PARTITION = """\
 variable_partitioner returned {numbers!r:.80} for {name} of shape {shape}. It must return a list with the \
 number of parts along each dim, such as [2, 1] for two dims; only dim 0 is divided."""
 
 
 class Needs:
-    """What some equations need to compute some values, whole or some rows of them."""
+    """The values, whole or some rows of them, that equations need to compute some results."""
 
     def __init__(
         self,
@@ -149,39 +148,39 @@ class Needs:
         whole: Iterable[Any] = (),
         lookups: Mapping[int, Ids] = MappingProxyType({}),
     ) -> None:
-        """Takes of which variables ``rows`` are asked for, and of which the ``whole``.
+        """Takes the results that are wanted, by ``rows`` or ``whole``.
 
-        ``lookups`` are the equations, by id, that take from a table no other rows than these.
+        ``lookups`` are the equations, by id, that read only these rows of a table.
         """
         self.eqns, self.rows = eqns, {v: rows[v] for v in variables(rows)}
         self._lookups = lookups
         self.whole: dict[Any, Any] = dict.fromkeys(variables(whole))
-        """What is needed whole, with an equation that needs it so."""
+        """The values that are needed whole, with an equation that needs them so."""
         for eqn in reversed(eqns):
             asked = [self.rows[v] for v in eqn.outvars if v in self.rows]
             is_whole = has_effects(eqn) or any(v in self.whole for v in eqn.outvars)
             operands = _operands(eqn, asked[0]) if asked and not is_whole else None
             if operands is None and (asked or is_whole):
                 operands = [lookups.get(id(eqn)), *[None] * (len(eqn.invars) - 1)]
-                self._ask_whole(eqn.outvars, eqn)
+                self._need_whole(eqn.outvars, eqn)
             for v, of in zip(eqn.invars, operands or (), strict=False):
                 if isinstance(v, jex_core.Literal) or of == ():
                     continue
                 if of is None or self.rows.setdefault(v, of) != of:
-                    self._ask_whole([v], eqn)
+                    self._need_whole([v], eqn)
 
-    def _ask_whole(self, some: Iterable[Any], eqn: Any) -> None:
+    def _need_whole(self, some: Iterable[Any], eqn: Any) -> None:
         for v in some:
             self.whole.setdefault(v, eqn)
 
     def by_rows(self, eqn: Any) -> bool:
-        """Returns whether an equation is run on some rows."""
+        """True if an equation runs on some rows."""
         return any(v in self.rows for v in eqn.outvars) and not any(
             v in self.whole for v in eqn.outvars
         )
 
-    def _way(self, eqn: Any) -> str:
-        """Returns how an equation is run: by rows, looking them up, whole, or not at all."""
+    def _mode(self, eqn: Any) -> str:
+        """Returns how an equation runs: on ``"rows"``, as a ``"lookup"``, ``"whole"``, or ``""`` (not)."""
         if self.by_rows(eqn):
             return "rows"
         if not has_effects(eqn) and not any(v in self.whole for v in eqn.outvars):
@@ -190,8 +189,8 @@ class Needs:
         return "lookup" if is_lookup else "whole"
 
     def run(self, jaxpr: Any, known: Values, some: Values) -> None:
-        """Runs the equations: adds what is needed whole to what is ``known``, and to ``some`` the rows."""
-        for way, eqns in itertools.groupby(self.eqns, self._way):
+        """Runs the equations; adds whole results to ``known``, and rows of results to ``some``."""
+        for way, eqns in itertools.groupby(self.eqns, self._mode):
             if way == "whole":
                 run_equations(jaxpr, list(eqns), known, self.whole)
                 continue
@@ -200,7 +199,7 @@ class Needs:
                 (some if way == "rows" else known).update(zip(eqn.outvars, outs, strict=True))
 
     def value(self, v: Any, known: Values, some: Values) -> Any:
-        """Returns the rows that are needed of a value."""
+        """Returns the needed rows of a value."""
         return some[v] if v in some else self.rows[v].of(value_of(v, known))
 
 
@@ -211,14 +210,14 @@ _REDUCTIONS = frozenset({
 
 
 def _operands(eqn: Any, rows: Rows | Ids) -> list[Any] | None:
-    """Returns what some rows of the result need of each operand; None for all operands whole.
+    """Returns for each operand what rows of the result need: rows, None for the whole, () for nothing.
 
-    That is those rows, None for the whole operand, or () for nothing of it.
+    None in place of the list means that the equation cannot run on rows.
     """
     kind, params = eqn.primitive.name, eqn.params
     shapes: list[Any] = [getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)]
     if kind in CALLS and (body := called_body(eqn)) is not None:
-        needs = _in_body(open_jaxpr(body), rows)
+        needs = _body_needs(open_jaxpr(body), rows)
         return [
             None if v in needs.whole else needs.rows.get(v, ()) for v in open_jaxpr(body).invars
         ]
@@ -245,7 +244,7 @@ SUMS = frozenset({"psum", "psum_invariant"})
 
 
 def takes_rows(eqn: Any) -> bool:
-    """Returns whether an equation looks up rows of its first operand, or adds to them."""
+    """True if an equation looks up rows of its first operand, or adds to them."""
     kind, table = eqn.primitive.name, getattr(eqn.invars[0].aval, "shape", ()) if eqn.invars else ()
     if kind not in {"gather", "scatter-add"} or not table or eqn.invars[1].aval.shape[-1:] != (1,):
         return False
@@ -259,12 +258,12 @@ def takes_rows(eqn: Any) -> bool:
     return tuple(map(tuple, dims)) == ((0,), (0,), ()) and window == table[1:]
 
 
-def _in_body(jaxpr: Any, rows: Rows | Ids) -> Needs:
+def _body_needs(jaxpr: Any, rows: Rows | Ids) -> Needs:
     return Needs(jaxpr.eqns, dict.fromkeys(variables(jaxpr.outvars), rows))
 
 
 def _run(eqn: Any, needs: Needs, known: Values, some: Values) -> list[Any]:
-    """Runs an equation on some rows, or one that looks them up."""
+    """Runs an equation on some rows, or a lookup."""
     if takes_rows(eqn):
         table, indices, *updates = eqn.invars
         ids: Any = needs.rows[table]
@@ -282,7 +281,7 @@ def _run(eqn: Any, needs: Needs, known: Values, some: Values) -> list[Any]:
         inside = initial_values(body, operands)
         of_rows = dict(zip(inner.invars, operands, strict=True))
         of_rows = {v: of_rows[v] for v, of in zip(inner.invars, ways, strict=True) if of}
-        of_body = _in_body(inner, rows)
+        of_body = _body_needs(inner, rows)
         of_body.run(inner, inside, of_rows)
         return [of_body.value(v, inside, of_rows) for v in inner.outvars]
     params = dict(eqn.params)
@@ -294,26 +293,26 @@ def _run(eqn: Any, needs: Needs, known: Values, some: Values) -> list[Any]:
     return list(outs) if eqn.primitive.multiple_results else [outs]
 
 
-_WORTH = 1 << 14
-"""Smaller tables are read whole: to look up what is needed of them takes longer."""
+_MIN_TABLE_ELEMENTS = 1 << 14
+"""Tables of fewer elements are read whole, which is faster."""
 
 _WHOLE = """\
-Parameter servers send %s whole at each step, though the step looks up rows of it: it is used whole at %s."""
+Parameter servers send %s whole at each step, though the step looks up rows of it: all are used at %s."""
 
 
 class Lookup(NamedTuple):
-    """Rows of tables that are looked up with the same indices."""
+    """A lookup of rows, of all tables that are read with the same indices."""
 
     indices: tuple[tuple[int, bool], ...]
-    """Which results of the program that computes indices they are, and whether they are clipped."""
+    """The outputs of the index program that it reads, and whether these are clipped."""
     number: int
-    """How many, at most."""
+    """The largest number of rows."""
     rows: int
-    """How many rows a table has."""
+    """The number of rows of a table."""
 
 
 class Lookups:
-    """What a worker reads by rows, and hands over by rows."""
+    """The tables that a worker reads by rows, and the gradients that it pushes by rows."""
 
     def __init__(
         self,
@@ -323,9 +322,14 @@ class Lookups:
         hands: Sequence[Any],
         results: Iterable[Any],
     ) -> None:
-        """Takes the equations of a worker, what it reads that may be a table, by name, and hands over.
+        """Finds the lookups in a worker's equations.
 
-        ``state`` is what indices may not depend on; ``results`` are handed over whole.
+        Args:
+            eqns: the equations.
+            tables: the state that may be a table, with its name.
+            state: all state; indices must not depend on it.
+            hands: the outputs for servers.
+            results: outputs that are returned whole.
         """
         self.eqns, self._state = [one for eqn in eqns for one in _single(eqn)], state
         uses = {v: gathers for v in tables if (gathers := self._gathers(v))}
@@ -355,7 +359,7 @@ class Lookups:
                 return
 
     def _gathers(self, table: Any) -> list[Any]:
-        """Returns the equations that look up rows of a table; none if they had better read all of it."""
+        """Returns the equations that look up rows of a table; none if it is faster to read all of it."""
         same, gathers = {table}, []
         for eqn in self.eqns:
             if eqn.primitive.name == "gather" and eqn.invars[0] in same and takes_rows(eqn):
@@ -364,14 +368,14 @@ class Lookups:
                 same.update(eqn.outvars)
         indices, shape = _indices(gathers), table.aval.shape
         number = sum(prod(i.aval.shape[:-1]) for i in indices)
-        is_worth = prod(shape) >= _WORTH and 2 * number <= shape[0]
+        is_worth = prod(shape) >= _MIN_TABLE_ELEMENTS and 2 * number <= shape[0]
         return gathers if is_worth and self._of_data(indices) else []
 
     def _of_data(self, indices: Iterable[Any]) -> bool:
         return self._state.isdisjoint(variables(inputs_of(self.before(indices))))
 
     def before(self, wanted: Iterable[Any]) -> list[Any]:
-        """Returns the equations that some values are computed by."""
+        """Returns the equations that some values depend on."""
         needed, eqns = set(wanted), []
         for eqn in reversed(self.eqns):
             if needed.intersection(eqn.outvars):
@@ -380,7 +384,7 @@ class Lookups:
         return eqns[::-1]
 
     def indices(self) -> tuple[list[Any], list[Lookup]]:
-        """Returns what a worker computes before it reads, and what it takes of that for each lookup."""
+        """Returns the index arrays that a worker computes before it reads tables, and the lookups."""
         atoms = list(dict.fromkeys(v for indices, _ in self.ids for v in sorted(indices, key=id)))
         clipped = {
             e.invars[1] for e in self.eqns if takes_rows(e) and "CLIP" in str(e.params["mode"])
@@ -396,7 +400,7 @@ def _indices(gathers: Iterable[Any]) -> frozenset[Any]:
 
 
 def _single(eqn: Any) -> list[Any]:
-    """Returns a sum of several arrays as sums of one."""
+    """Splits a sum of several arrays into sums of one array each."""
     if eqn.primitive.name not in SUMS:
         return [eqn]
     pairs = zip(eqn.invars, eqn.outvars, strict=True)
@@ -404,25 +408,25 @@ def _single(eqn: Any) -> list[Any]:
 
 
 ZERO = object()
-"""Stands for zeros in ``unchanged``."""
+"""Represents zeros in ``unchanged``."""
 
 _KEEP_ZERO = frozenset({
     "abs", "broadcast_in_dim", "convert_element_type", "copy", "cbrt", "div", "expm1", "integer_pow",
     "log1p", "neg", "psum", "psum_invariant", "reduce_precision", "reshape", "sign", "sin", "sinh", "sqrt",
     "square", "squeeze", "tan", "tanh", "transpose",
 })  # fmt: skip
-"""Operations of which the result is zero where the first operand is."""
+"""Operations whose result is zero where the first operand is zero."""
 
 
 def unchanged(
     eqns: Iterable[Any], start: Mapping[Any, Any], indices: Collection[Any] = ()
 ) -> dict[Any, Any]:
-    """Returns what values are in the rows that nobody looked up: zero, or what others ``start`` with.
+    """Returns the values in rows that were not looked up, as far as they are known.
 
     Args:
-        eqns: what computes the values.
-        start: what some variables are there: ``ZERO``, or whatever stands for their value.
-        indices: those that equations add to rows with, which somebody looked up.
+        eqns: the equations that compute the values.
+        start: the values of inputs in these rows: ``ZERO``, or any object that represents the value.
+        indices: the index arrays of lookups; other rows do not change when a gradient is added at them.
     """
     left = dict(start)
     for eqn in eqns:
@@ -440,12 +444,12 @@ def unchanged(
                 None if isinstance(v, jex_core.Literal) else inside.get(v) for v in inner.outvars
             ]
         else:
-            outs = [_left(eqn, operands, indices)]
+            outs = [_unlooked_value(eqn, operands, indices)]
         left.update((v, out) for v, out in zip(eqn.outvars, outs, strict=False) if out is not None)
     return left
 
 
-def _left(eqn: Any, operands: Sequence[Any], indices: Collection[Any]) -> Any:
+def _unlooked_value(eqn: Any, operands: Sequence[Any], indices: Collection[Any]) -> Any:
     kind, first = eqn.primitive.name, operands[0] if operands else None
     if kind in _KEEP_ZERO and first is ZERO:
         return None if kind == "integer_pow" and eqn.params["y"] <= 0 else ZERO

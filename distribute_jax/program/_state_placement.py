@@ -1,4 +1,4 @@
-"""Where state is stored: mirrored over the mesh, divided over it, or on one device; and copies that stay."""
+"""Moves state to where a strategy stores it: replicated or sharded over the mesh, or on one device."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from distribute_jax.variables import Variable, on_replicas
 def place_state(
     binding: Binding, replicas: Replicas, shardings: Sequence[NamedSharding | None], *, warn: bool
 ) -> None:
-    """Places every variable where state is stored; maybe with one warning where it was made elsewhere.
+    """Places every variable; with ``warn``, warns of those that were made elsewhere.
 
-    What is divided already, as ``shardings`` has it for each leaf, stays so; the rest is made whole.
+    A leaf that has its sharding of ``shardings`` already keeps it; all others are replicated.
     """
     mesh, wanted, divided = replicas.mesh, replicas.state, iter(shardings)
     raws = read_raw(binding.variables)
@@ -58,7 +58,7 @@ def place_state(
 
 
 def _is_placed(leaf: Any, wanted: Sharding) -> bool:
-    """Returns whether an array is there; what was donated is refused by name if the step reads it."""
+    """True if an array has a sharding, or was donated: that is refused by name if the step reads it."""
     return isinstance(leaf, jax.Array) and (
         is_donated(leaf) or leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
     )
@@ -73,11 +73,11 @@ def _placed(leaf: Any, wanted: Sharding) -> Any:
 
 
 def fresh_copy(leaf: jax.Array) -> jax.Array:
-    """Copies an array that is about to move.
+    """Copies an array before it moves.
 
-    A part that stays on its device keeps its memory, even with may_alias=False, which then belongs to an
-    array that the user may hold elsewhere, also in another variable; and state is donated to the step.
-    What is stored in other memory than computations use is copied when it moves.
+    ``device_put`` reuses the buffer of a shard that stays on its device, even with ``may_alias=False``. State
+    is donated to the step, and the user may hold the old array. An array in other than the device's default
+    memory is copied by the move.
     """
     device: Any = next(iter(leaf.sharding.device_set))
     if leaf.sharding.memory_kind not in (None, device.default_memory().kind):
@@ -89,7 +89,7 @@ def fresh_copy(leaf: jax.Array) -> jax.Array:
 def _warn(
     moved: Sequence[tuple[str, list[Any]]], mesh: Mesh, parameter_device: ParameterDevice | None
 ) -> None:
-    """Warns of state that was elsewhere; other memory of the right device is no other place."""
+    """Warns of state that was stored on other devices; another memory of the right device is fine."""
     sharded, outside = [], []
     for name, leaves in moved:
         arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
@@ -111,7 +111,7 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, int, float, complex)
 
 
 def check_arrays(binding: Binding, *more: type) -> None:
-    """Refuses state that is not arrays, nor of one of ``more`` types."""
+    """Raises ArgumentError for state that is neither an array nor of one of ``more`` types."""
     others = [
         f"{name}: {leaf_text(leaf)}"
         for name, raw in zip(binding.names, read_raw(binding.variables), strict=True)
@@ -126,7 +126,7 @@ def check_arrays(binding: Binding, *more: type) -> None:
 
 
 def _check_one_strategy(binding: Binding, raws: list[Any], mesh: Mesh) -> None:
-    """Refuses state that is mirrored over the devices of another strategy."""
+    """Raises MixedStrategiesError for state on the devices of another strategy."""
     mixed = {
         name: f"{name}: stored on {_devices(other)}"
         for name, raw in zip(binding.names, raws, strict=True)
@@ -139,7 +139,7 @@ def _check_one_strategy(binding: Binding, raws: list[Any], mesh: Mesh) -> None:
 
 
 def _other_mesh(leaf: Any, mesh: Mesh) -> Any:
-    """Returns the mesh of other devices that an array is stored on."""
+    """Returns the mesh of an array if it has other devices; else None."""
     if not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, NamedSharding):
         return None
     other = leaf.sharding.mesh
@@ -164,18 +164,18 @@ _OUTSIDE = """\
 Build the model and the optimizer inside `with strategy.scope():`, so that they are placed at once."""
 
 _SHARDED = """\
-{n} variables were sharded over the replicas, and are now whole on each:
+{n} variables were sharded over the replicas, and are now replicated:
 {lines}
-This strategy keeps them whole."""
+This strategy replicates them."""
 
 
 def on_parameter_device(compile_on_mesh: Compile, parameter_device: ParameterDevice) -> Compile:
-    """Returns a lowering whose programs take and leave on one device what is mirrored."""
+    """Returns a lowering whose programs take mirrored values from one device, and return them there."""
     return lambda step: _sending(compile_on_mesh(step), parameter_device, step)
 
 
 def _sending(compiled: Compiled, parameter_device: ParameterDevice, step: FlatStep) -> Compiled:
-    """Sends the inputs, runs the program, and fetches one replica's copy of what is mirrored."""
+    """Sends the inputs, runs the program, and fetches one replica's copy of mirrored outputs."""
     mesh, shardings, donated = step.mesh, step.shardings, tuple(step.donated)
     wanted = shardings.in_shardings(mesh)
     devices = [
@@ -191,7 +191,7 @@ def _sending(compiled: Compiled, parameter_device: ParameterDevice, step: FlatSt
         outs = list(compiled(*_sent(flat, wanted)))
         for i in donated:
             if isinstance(flat[i], jax.Array):
-                flat[i].delete()  # what was sent is used up, and the new value needs the room
+                flat[i].delete()  # its copies were donated, and the new value needs the memory
         copies = jax.device_put([outs[i].addressable_data(near) for i in fetched], to)
         for i, copy in zip(fetched, copies, strict=True):
             outs[i] = copy if i < shardings.state else uncommitted(copy)
@@ -201,7 +201,7 @@ def _sending(compiled: Compiled, parameter_device: ParameterDevice, step: FlatSt
 
 
 def _sent(flat: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
-    """Puts every array where the program takes it, in one call; numbers stay as they are."""
+    """Moves every array to the program's sharding, in one call; Python numbers stay."""
     arrays = [i for i, x in enumerate(flat) if isinstance(x, jax.Array)]
     there = jax.device_put([flat[i] for i in arrays], [wanted[i] for i in arrays])
     sent = list(flat)
@@ -211,11 +211,11 @@ def _sent(flat: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
 
 
 LARGE_STATE = 1 << 30
-"""Bytes: to make so much whole on each device is worth a line."""
+"""Bytes that are logged if they were replicated before they are divided."""
 
 
 def divide_state(binding: Binding, shardings: Sequence[NamedSharding | None]) -> None:
-    """Leaves each device its part of what is divided; nothing keeps the whole arrays."""
+    """Shards divided state, and drops the whole arrays one variable after the other."""
     parts, total = iter(shardings), 0
 
     def divided(leaf: Any) -> Any:
@@ -230,14 +230,14 @@ def divide_state(binding: Binding, shardings: Sequence[NamedSharding | None]) ->
             total += moved
     if total > LARGE_STATE:
         log_once(
-            "%.1f GiB of state were made whole on each device, and are divided among them now. Make the "
+            "%.1f GiB of state were created on every device, and are now divided among them. Make the "
             "model with strategy.create(lambda: Model(...)), so that no device holds all of it.",
             total / 2**30,
         )
 
 
-_GONE = """\
-dj.snapshot got arrays that an earlier step has taken, so they cannot be copied any more:
+_DONATED = """\
+dj.snapshot got arrays that were donated to an earlier step, so they cannot be copied any more:
 {lines}
 Take a snapshot before the step that changes the state: best = dj.snapshot(model). An array read from \
 a variable, nnx.clone(model) and jax.tree.map over its state share its memory; none of them is a copy."""
@@ -246,9 +246,9 @@ a variable, nnx.clone(model) and jax.tree.map over its state share its memory; n
 def snapshot(tree: Any) -> Any:
     """Copies the arrays of a model, an optimizer or a pytree, so that no later step reuses their memory.
 
-    ``run`` updates variables in place: it donates their arrays, so that one that was read from a variable
-    before a step is gone after it. A snapshot stays. Another thread than that of the steps may take one
-    as well: it waits for the step that is being dispatched, and all arrays are of one step.
+    ``run`` updates variables in place: it donates their arrays, so that an array that was read from a
+    variable before a step cannot be used after it. A snapshot can. A thread other than that of the steps may
+    take one too: it waits for the step that is being dispatched, and all arrays are of the same step.
 
     Args:
         tree: an NNX object, or a pytree of arrays (global view).
@@ -277,9 +277,11 @@ def snapshot(tree: Any) -> Any:
         leaves = jax.tree_util.tree_leaves_with_path(
             state, is_leaf=lambda node: isinstance(node, nnx.Variable)
         )
-        gone = [path_text(path) for path, x in leaves if any(map(is_donated, jax.tree.leaves(x)))]
-        if gone:
-            raise DonatedError(_GONE.format(lines=listed(gone)))
+        donated_paths = [
+            path_text(path) for path, x in leaves if any(map(is_donated, jax.tree.leaves(x)))
+        ]
+        if donated_paths:
+            raise DonatedError(_DONATED.format(lines=listed(donated_paths)))
         return jax.tree.map(_copied, state)
 
 

@@ -1,4 +1,4 @@
-"""The name that a strategy's users have for the axis of the replicas."""
+"""``axis_name``: the user's name for the axis of the replicas."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Net(nnx.Module):
 
 
 def trained(strategy: dj.Strategy, axis: str, options: dj.RunOptions | None = None) -> list[Any]:
-    """Two steps with collectives inside scan, cond, jit, checkpoint and grad; what came of them."""
+    """Returns the results of two steps with collectives inside scan, cond, jit, checkpoint and grad."""
     with strategy.scope():
         net = Net(axis)
         optimizer = nnx.Optimizer(net, optax.adam(0.1), wrt=nnx.Param)
@@ -54,7 +54,7 @@ def trained(strategy: dj.Strategy, axis: str, options: dj.RunOptions | None = No
     "lowering", ["shard_map", pytest.param("pmap", marks=pytest.mark.exhaustive)]
 )
 def test_the_axis_has_the_name_that_the_strategy_was_given(lowering: Any):
-    """To the last bit what the same step computes over "data", in every lowering."""
+    """The bits are those of the same step over "data", in every lowering."""
     options = dj.RunOptions(lowering=lowering)
     named = trained(dj.MirroredStrategy([0, 1, 2, 3], axis_name="batch"), "batch", options)
     usual = trained(dj.MirroredStrategy([0, 1, 2, 3]), "data", options)
@@ -81,8 +81,8 @@ def test_every_strategy_takes_the_name(make: Any):
         make(0)
 
 
-def test_a_name_that_nothing_binds_is_answered_with_the_name_to_write(s2: dj.MirroredStrategy):
-    """Flax's and Linen's batch norm; JAX would say to use shard_map."""
+def test_the_error_for_an_unbound_axis_names_the_axis_to_use(s2: dj.MirroredStrategy):
+    """Flax's and Linen's batch norm, for which JAX's error says to use shard_map."""
     with s2.scope():
         net = Net("batch")
         norm = linen.BatchNorm(use_running_average=False, axis_name="i")

@@ -1,4 +1,4 @@
-"""The halves of a step for parameter servers: together they are the step on one device, bit by bit."""
+"""The halves of a step for parameter servers: together they compute the bits of the step on one device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Servers:
         self.halves: Halves | None = None
 
     def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Runs a step; nothing but what the halves say goes from one part to another."""
+        """Runs a step; only values that the halves name pass between worker and servers."""
         arguments = flatten_arguments(args, {}, self.strategy.mesh)
         binding = Binding(step, arguments)
         if self.halves is None:
@@ -64,7 +64,7 @@ class Servers:
 
 
 def sent(part: Any) -> Callable[..., list[Any]]:
-    """A program after it was bytes, which takes and returns random keys as numbers."""
+    """Serializes and loads a program, which then takes and returns random keys as numbers."""
     loaded = load_part(export_part(part, ["cpu"]))
 
     def run(*lists: list[Any]) -> list[Any]:
@@ -76,7 +76,7 @@ def sent(part: Any) -> Callable[..., list[Any]]:
 
 
 def keyed(x: jax.Array, like: Any) -> jax.Array:
-    """Random keys of their numbers."""
+    """Returns random keys from their numbers."""
     is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
     return jax.random.wrap_key_data(x) if is_key else x
 
@@ -175,7 +175,9 @@ GRID = [
 
 
 @pytest.mark.parametrize(("model", "optimizer", "servers"), GRID)
-def test_a_worker_and_servers_are_one_device(model: str, optimizer: str, servers: int):
+def test_a_worker_and_servers_compute_the_bits_of_one_device(
+    model: str, optimizer: str, servers: int
+):
     """Losses, results, weights, optimizer state, metrics and sums are bitwise equal after each step."""
     wanted = train(dj.OneDeviceStrategy("cpu:0"), MODELS[model], OPTIMIZERS[optimizer])
     got = train(Servers(servers), MODELS[model], OPTIMIZERS[optimizer])
@@ -191,8 +193,8 @@ def test_a_worker_and_servers_are_one_device(model: str, optimizer: str, servers
         (optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(0.1), optax.scale(-0.01)), 2),
     ],
 )
-def test_updates_that_read_more_than_their_gradient_are_one_device(tx: Any, servers: int):
-    """Averages are where their weights are, also small ones; with a norm of updates all are on one server."""
+def test_updates_that_read_other_state_compute_the_bits_of_one_device(tx: Any, servers: int):
+    """Averages are stored with their weights; with a norm of updates all state is on one server."""
 
     def run(strategy: Any) -> list[Any]:
         with getattr(strategy, "strategy", strategy).scope():
@@ -233,7 +235,7 @@ def linear(strategy: dj.Strategy) -> tuple[nnx.Linear, nnx.Optimizer]:
 
 
 def gradients(model: nnx.Linear, x: jax.Array) -> nnx.State:
-    """Of the mean of what the model returns, summed over the replicas."""
+    """Returns the gradients of the mean of the outputs, summed over the replicas."""
     grads = nnx.grad(lambda model: dj.compute_average_loss(model(x).mean(1)))(model)
     return dj.get_replica_context().all_reduce("sum", grads)
 
@@ -242,7 +244,7 @@ ONES = np.ones((8, 5), np.float32)
 
 
 def test_a_forgotten_reduction_is_the_error_of_every_strategy():
-    """Its text is that of four replicas, but for their number, which servers do not know."""
+    """Its text is that of four replicas, except for their number, which servers do not know."""
 
     def error(run: Callable[..., Any], strategy: dj.Strategy, x: Any) -> str:
         model, optimizer = linear(strategy)
@@ -296,7 +298,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_step_that_servers_cannot_apply_is_refused_with_its_line(case: str):
-    """New weights exist after the worker has finished."""
+    """New weights exist only after the worker has finished."""
     fn, message = REFUSED[case]
     servers = Servers(2)
     model, optimizer = linear(servers.strategy)
@@ -305,7 +307,7 @@ def test_a_step_that_servers_cannot_apply_is_refused_with_its_line(case: str):
 
 
 def test_a_step_that_changes_what_servers_store_is_refused_by_name():
-    """They store what there is before a step, with its shape and dtype."""
+    """Variables must exist before the step, and keep their shapes and dtypes."""
     made: list[Any] = []
     model, _ = linear(dj.OneDeviceStrategy("cpu:0"))
 
@@ -325,8 +327,8 @@ def test_a_step_that_changes_what_servers_store_is_refused_by_name():
             Servers(2).run(step, args=(ONES,))
 
 
-def test_local_values_of_replicas_are_refused_by_name():
-    """Neither ON_READ variables nor gradients that an optimizer of other strategies accumulates."""
+def test_per_replica_variables_are_refused_by_name():
+    """Servers store neither ON_READ variables nor gradients accumulated under another strategy."""
     servers = Servers(1)
     with servers.strategy.scope():
         seen = dj.Variable(0.0, synchronization=dj.VariableSynchronization.ON_READ)
@@ -344,8 +346,8 @@ def test_local_values_of_replicas_are_refused_by_name():
         servers.run(accumulates, args=(ONES,))
 
 
-def test_variables_go_round_and_optimizer_state_stays_with_its_weight():
-    """Of four weights on two servers 0, 1, 0, 1; each moment is where its weight is, the count on both."""
+def test_variables_are_assigned_round_robin_and_optimizer_state_follows_its_weight():
+    """Four weights are on servers 0, 1, 0, 1; moments are with their weights, the count on both."""
     servers = Servers(2)
     with servers.strategy.scope():
         layers = nnx.List([nnx.Linear(5, 5, rngs=nnx.Rngs(i)) for i in range(2)])
@@ -377,7 +379,7 @@ def test_variables_go_round_and_optimizer_state_stays_with_its_weight():
 
 
 def test_two_steps_from_the_same_state_both_count():
-    """Sums, metrics and random counts are added to what the server has by now, not to what was pulled."""
+    """Sums, metrics and random counts are added to the server's newest values, not to those pulled."""
     servers = Servers(1)
     with servers.strategy.scope():
         seen = dj.Variable(5, aggregation=dj.VariableAggregation.SUM)
@@ -406,16 +408,16 @@ def test_two_steps_from_the_same_state_both_count():
     assert sorted(ends.values()) == [8.0, 13.0, 160.0, 160.0], ends
 
 
-def test_programs_that_travelled_compute_the_same_bits():
-    """The halves as bytes and back: no Python, and random keys and batch norm in them."""
+def test_serialized_programs_compute_the_same_bits():
+    """Serialized and loaded, with random keys and batch norm."""
     wanted = train(dj.OneDeviceStrategy("cpu:0"), Conv, OPTIMIZERS["clip+adam"])
     got = train(Servers(2, travels=True), Conv, OPTIMIZERS["clip+adam"])
     for one, other in zip(wanted, got, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_step_that_calls_python_does_not_travel():
-    """It is refused with its line; in one process it runs."""
+def test_a_step_that_calls_python_cannot_be_serialized():
+    """It is refused with its line, and runs in one process."""
     servers = Servers(1, travels=True)
     model, _ = linear(servers.strategy)
 
@@ -427,8 +429,8 @@ def test_a_step_that_calls_python_does_not_travel():
         servers.run(step, args=(ONES,))
 
 
-def test_bytes_that_are_no_program_of_this_jax_are_refused():
-    """Another version, other devices, damaged bytes: each by an error that says which."""
+def test_bytes_that_cannot_be_loaded_are_refused():
+    """Each reason has an error: another version, another platform, damaged bytes."""
     servers = Servers(1)
     model, optimizer = linear(servers.strategy)
 

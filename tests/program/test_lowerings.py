@@ -35,7 +35,7 @@ def shifted(x: jax.Array) -> jax.Array:
 
 
 def cotangent(collective: Step) -> Step:
-    """Returns a step that returns the gradient of a replica's own weighted sum over a collective."""
+    """Returns a step that returns the gradient of a replica's weighted sum over a collective."""
     return lambda x: jax.grad(lambda y: jnp.sum(collective(y) * (1.0 + replica_id())))(x)
 
 
@@ -138,7 +138,7 @@ def on_host(strategy: dj.Strategy, result: object) -> list[tuple[type, list[np.n
     ]
 
 
-def ran(strategy: dj.Strategy, step: Step, lowering: Any = "shard_map") -> Any:
+def run(strategy: dj.Strategy, step: Step, lowering: Any = "shard_map") -> Any:
     batch = np.random.default_rng(0).normal(size=(2 * ROWS, ROWS)).astype(np.float32)
     (x,) = strategy.distribute_dataset([batch])
     return strategy.run(step, args=(x,), options=dj.RunOptions(lowering=lowering))
@@ -146,11 +146,11 @@ def ran(strategy: dj.Strategy, step: Step, lowering: Any = "shard_map") -> Any:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("group", range(3))
-def test_pmap_gives_the_numbers_of_shard_map(s4: dj.MirroredStrategy, group: int):
+def test_pmap_computes_the_numbers_of_shard_map(s4: dj.MirroredStrategy, group: int):
     """Collectives, their gradients, branches, loops and draws are those of the usual lowering."""
     cases = dict(list(SAME.items())[group::3])  # many in one program, which compiles once
     step = lambda x: {name: case(x) for name, case in cases.items()}  # noqa: E731
-    usual, other = (ran(s4, step, lowering) for lowering in ("shard_map", "pmap"))
+    usual, other = (run(s4, step, lowering) for lowering in ("shard_map", "pmap"))
     for name in cases:
         wanted, found = on_host(s4, usual[name]), on_host(s4, other[name])
         for (kind, values), (own, mine) in zip(wanted, found, strict=True):
@@ -181,16 +181,16 @@ ALONE: dict[str, Step] = {
         jnp.ones((4, 1)), "data", 0, 1, tiled=True
     ),
 }
-"""What ``vmap`` does not run, or not as on each replica by itself."""
+"""Steps that ``vmap`` cannot run, or runs differently from separate replicas."""
 
 
 @pytest.mark.exhaustive
 def test_one_replica_of_two_cores_has_the_bits_of_one_device():
-    """No collective is left, on which XLA would fail; nothing else is batched. Several steps, too."""
+    """Collectives, on which XLA would fail, are removed, and nothing is batched, also with several steps."""
     cases = SAME | ALONE
     step = lambda x: {name: case(x) for name, case in cases.items()}  # noqa: E731
     cores, device = one_replica_of_two_cores(), dj.OneDeviceStrategy(0)
-    mine, wanted = (ran(strategy, step) for strategy in (cores, device))
+    mine, wanted = (run(strategy, step) for strategy in (cores, device))
     for name in cases:
         for (_, (a,)), (_, (b,)) in zip(
             on_host(device, wanted[name]), on_host(cores, mine[name]), strict=True
@@ -202,14 +202,14 @@ def test_one_replica_of_two_cores_has_the_bits_of_one_device():
 
 
 def test_a_shift_to_the_next_replica_leaves_zeros_for_one_of_two_cores():
-    """A replica to which no other sends gets zeros, as on several devices, also where it is alone."""
-    result = ran(one_replica_of_two_cores(), SAME["ppermute to the next"])
+    """A replica to which no other sends gets zeros, even if it is the only one."""
+    result = run(one_replica_of_two_cores(), SAME["ppermute to the next"])
     assert result.shape == (2 * ROWS, ROWS)
     assert not np.asarray(result).any()
 
 
 def test_one_replica_of_two_cores_keeps_state_divided_over_them():
-    """Weights that each core holds a half of stay so, and no step puts them together."""
+    """Weights that are divided over the cores stay divided, and no step gathers them."""
     mesh = one_replica_of_two_cores().mesh
     halves = NamedSharding(mesh, PartitionSpec(None, "model"))
 
@@ -238,7 +238,7 @@ def test_one_replica_of_two_cores_keeps_state_divided_over_them():
 @pytest.mark.parametrize("lowering", ["shard_map", "pmap"])
 @pytest.mark.parametrize("kind", [dj.MirroredStrategy, dj.CentralStorageStrategy])
 def test_variables_with_components_keep_one_on_each_replica(kind: Any, lowering: Any):
-    """ON_READ components differ between replicas, so they are neither shared nor central."""
+    """ON_READ components differ between replicas, so they are neither divided nor on one device."""
     strategy = kind([0, 1, 2, 3])
     with strategy.scope():
         own = dj.Variable(
@@ -259,8 +259,8 @@ def test_variables_with_components_keep_one_on_each_replica(kind: Any, lowering:
     assert float(shared.read_value()) == 15.0
 
 
-def test_pmap_takes_a_value_of_each_replica(strategy: dj.Strategy):
-    """Per-replica arguments that are no batch are taken apart, too."""
+def test_pmap_takes_per_replica_arguments(strategy: dj.Strategy):
+    """Per-replica arguments that are not batches are divided too."""
     own = strategy.experimental_distribute_values_from_function(
         lambda context: np.float32(context.replica_id_in_sync_group)
     )
@@ -270,7 +270,7 @@ def test_pmap_takes_a_value_of_each_replica(strategy: dj.Strategy):
 
 
 def test_padding_that_leaks_is_found_under_pmap(s4: dj.MirroredStrategy):
-    """The check of a partial batch runs the program, whatever compiled it."""
+    """The check of a partial batch works under both lowerings."""
     options = dj.RunOptions(lowering="pmap")
     (x,) = s4.distribute_dataset([np.arange(5, dtype=np.float32)])
     with pytest.raises(dj.PaddingLeakError, match="result"):
@@ -280,8 +280,8 @@ def test_padding_that_leaks_is_found_under_pmap(s4: dj.MirroredStrategy):
     assert float(s4.run(step, args=(x,), options=options)) == 10.0
 
 
-def test_a_step_to_which_nothing_is_split_runs_under_pmap(strategy: dj.Strategy):
-    """Nothing in its arguments says how many replicas there are."""
+def test_a_step_without_batched_arguments_runs_under_pmap(strategy: dj.Strategy):
+    """pmap needs an argument that shows the number of replicas."""
     step = lambda: (replica_id() + 1, dj.get_replica_context().all_reduce("sum", 2.0))  # noqa: E731
     own, total = strategy.run(step, options=dj.RunOptions(lowering="pmap"))
     numbers = [int(i) for i in strategy.experimental_local_results(own)]
@@ -289,12 +289,12 @@ def test_a_step_to_which_nothing_is_split_runs_under_pmap(strategy: dj.Strategy)
     assert float(total) == 2.0 * strategy.num_replicas_in_sync
 
 
-def test_state_that_was_sharded_over_the_replicas_is_made_whole_with_a_warning(
+def test_state_that_was_sharded_over_the_replicas_is_replicated_with_a_warning(
     s4: dj.MirroredStrategy,
 ):
-    """A mirrored strategy has state whole on each replica."""
+    """A mirrored strategy replicates state that was sharded, and warns."""
     divided = NamedSharding(s4.mesh, PartitionSpec("data"))
     variable = nnx.Variable(jax.device_put(jnp.arange(8.0), divided))
-    with pytest.warns(UserWarning, match=r"sharded over the replicas, and are now whole"):
+    with pytest.warns(UserWarning, match=r"sharded over the replicas, and are now replicated"):
         assert float(s4.run(lambda: variable.sum())) == 28.0
     assert variable.get_raw_value().sharding.is_fully_replicated

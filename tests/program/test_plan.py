@@ -1,4 +1,4 @@
-"""Plans: what a step takes for any number of replicas, as the program that runs takes it."""
+"""Plans have the bytes and collectives of the program that would run, for any number of replicas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ X = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
 
 
 class Training:
-    """A model with statistics, a counter of each replica, and the step that trains it."""
+    """A model with batch statistics, a per-replica counter, and the step that trains it."""
 
     def __init__(self, strategy: dj.Strategy) -> None:
         self.calls = 0
@@ -67,7 +67,7 @@ STRATEGIES: dict[str, tuple[Callable[[], dj.Strategy], set[str], int]] = {
     "fully": (dj.FullyShardedStrategy, DIVIDED, 6),
     "in groups": (lambda: dj.FullyShardedStrategy(shard_over=4), DIVIDED, 6),
 }
-"""How each is made, what its step sends, and how many arrays are divided."""
+"""For each strategy: how it is made, its collectives, and how many arrays are divided."""
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ STRATEGIES: dict[str, tuple[Callable[[], dj.Strategy], set[str], int]] = {
     [k if k == "fully" else pytest.param(k, marks=pytest.mark.exhaustive) for k in STRATEGIES],
 )
 def test_the_bytes_of_a_plan_are_those_of_the_program_that_runs(kind: str) -> None:
-    """Of each kind, for the eight replicas that there are; the state is where the plan says."""
+    """Each kind of bytes equals that of the compiled program, and state has the planned placement."""
     make, sent, divided = STRATEGIES[kind]
     strategy = make()
     training = Training(strategy)
@@ -95,7 +95,7 @@ def test_the_bytes_of_a_plan_are_those_of_the_program_that_runs(kind: str) -> No
 
 
 def test_a_plan_is_for_any_number_of_replicas() -> None:
-    """From eight devices for 1024 replicas: optimizer state is divided by their number while it can be."""
+    """Eight devices plan for 1024 replicas; optimizer state is divided by their number if it can be."""
     strategy = dj.MirroredStrategy(shard_optimizer_state=True)
     training = Training(strategy)
     plans = {n: strategy.plan(training.step, training.batch, replicas=n) for n in (1, 64, 1024)}
@@ -112,7 +112,7 @@ def test_a_plan_is_for_any_number_of_replicas() -> None:
 
 
 def test_a_plan_changes_nothing() -> None:
-    """Arrays are the same objects, Python's side effects are undone, and the program of run is kept."""
+    """Arrays stay the same objects, side effects in Python are undone, and the program of run is kept."""
     strategy = dj.MirroredStrategy([0, 1], shard_optimizer_state=True)
     training = Training(strategy)
     before = training.arrays
@@ -126,7 +126,7 @@ def test_a_plan_changes_nothing() -> None:
 
 
 def test_the_step_sees_the_number_of_replicas_that_is_planned() -> None:
-    """Through the context and the strategy, so that shapes that depend on it are those of that many."""
+    """In the context and from the strategy, so that shapes that depend on it are right."""
     strategy = dj.MirroredStrategy([0, 1])
 
     def step(x: jax.Array) -> Any:
@@ -142,7 +142,7 @@ def test_the_step_sees_the_number_of_replicas_that_is_planned() -> None:
 
 
 def test_collectives_in_a_loop_are_distinguished() -> None:
-    """A sum in a scan counts once, and as one in a loop."""
+    """A sum in a scan counts once, and is marked as in a loop."""
     strategy = dj.MirroredStrategy([0, 1])
 
     def step(x: jax.Array) -> jax.Array:
@@ -155,7 +155,7 @@ def test_collectives_in_a_loop_are_distinguished() -> None:
 
 
 def test_a_step_that_makes_variables_is_planned(s2: dj.MirroredStrategy) -> None:
-    """As if they were there; afterwards they are not."""
+    """They are planned as if they existed, and do not exist afterwards."""
 
     class Counter(nnx.Module):
         def __init__(self) -> None:
@@ -196,15 +196,15 @@ REFUSED: dict[str, tuple[Callable[[dj.Strategy], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_planned_is_refused(case: str, s2: dj.MirroredStrategy) -> None:
-    """With the name of the method that was called."""
+def test_steps_that_cannot_be_planned_are_refused(case: str, s2: dj.MirroredStrategy) -> None:
+    """The error has the name of the method that was called."""
     call, text = REFUSED[case]
     with pytest.raises(dj.DistributeError, match=text):
         call(s2)
 
 
-def test_an_error_of_the_step_is_that_of_run(s2: dj.MirroredStrategy) -> None:
-    """A step whose replicas drift apart is refused by plan as by run, with the same text."""
+def test_an_error_in_the_step_is_that_of_run(s2: dj.MirroredStrategy) -> None:
+    """A step whose replicas would diverge is refused by plan with the text of run."""
     training = Training(s2)
 
     def drifting(x: jax.Array, y: jax.Array) -> None:
@@ -220,7 +220,7 @@ def test_an_error_of_the_step_is_that_of_run(s2: dj.MirroredStrategy) -> None:
 
 @pytest.mark.exhaustive
 def test_a_table_says_what_fits(s2: dj.MirroredStrategy) -> None:
-    """Of a batch of one strategy for another one, and for numbers of which there are no devices."""
+    """The batch may be of another strategy, and there may be more replicas than devices."""
     training = Training(s2)
     strategies = [s2, dj.MirroredStrategy([0, 1, 2, 3], shard_optimizer_state=True)]
     table = dj.plan(
@@ -237,8 +237,8 @@ def test_a_table_says_what_fits(s2: dj.MirroredStrategy) -> None:
     assert [row.split()[-1] for row in rows] == ["no", "no", "no", "yes"]
 
 
-def test_a_table_leaves_out_what_cannot_be(s2: dj.MirroredStrategy) -> None:
-    """With the reason; if nothing can be planned, that is the error."""
+def test_a_table_leaves_out_plans_that_are_refused(s2: dj.MirroredStrategy) -> None:
+    """The table has the reasons; if nothing can be planned, the first reason is raised."""
     training = Training(s2)
     strategy = dj.FullyShardedStrategy([0, 1])
     plan = functools.partial(dj.plan, training.step, training.batch, strategies=[strategy])
@@ -250,7 +250,7 @@ def test_a_table_leaves_out_what_cannot_be(s2: dj.MirroredStrategy) -> None:
 
 
 def test_a_model_of_shapes_is_planned() -> None:
-    """A model that fits nowhere is made with nnx.eval_shape, which no array of it is there for."""
+    """A model that fits no device is made with nnx.eval_shape, without any array."""
     strategy = dj.FullyShardedStrategy()
 
     def make() -> tuple[nnx.Module, nnx.Optimizer]:
@@ -271,7 +271,7 @@ def test_a_model_of_shapes_is_planned() -> None:
 
 @pytest.mark.exhaustive
 def test_the_first_step_can_be_shown_in_place_of_run(s2: dj.MirroredStrategy) -> None:
-    """Once: what is asked for is the first step, and the next one runs."""
+    """Only the first step is planned; the next one runs."""
     training, shown = Training(s2), []
     _context.plan_hooks.append(lambda plan: shown.append(plan(64)))
     s2.run(training.step, training.batch)

@@ -82,7 +82,7 @@ def trained(strategy: dj.Strategy, sizes: tuple[int, ...] = (16, 13)) -> tuple[A
 
 
 def specs(module: Any) -> dict[str, PartitionSpec]:
-    """How each array is divided."""
+    """Returns the PartitionSpec of each array by path."""
     flat = nnx.to_flat_state(nnx.state(module))
     return {
         ".".join(map(str, path)): v.get_raw_value().sharding.spec
@@ -207,7 +207,7 @@ def test_a_variable_may_hold_a_tree() -> None:
     ],
 )
 def test_logical_axes_in_any_form(names: Any, divided: bool) -> None:
-    """What Flax keeps as the sharding of a variable may be a list or a sharding, or have no axes."""
+    """The sharding metadata of a Flax variable may be a list or a sharding, or have no axes."""
     param = nnx.Param(jnp.ones((64, 32)), out_sharding=names, eager_sharding=False)
     strategy = dj.ModelParallelStrategy([0, 1], model=2, rules={"mlp": "model"})
     [row] = strategy.placement({"weights": param})
@@ -269,7 +269,7 @@ def test_rules_that_do_not_fit_the_model(rules: Any, message: str) -> None:
 
 
 def test_rules_match_in_each_model() -> None:
-    """A rule is looked for in every model that is made, and a step may reach a part of one."""
+    """A rule must match in every model that is created, but a step may reach only a part of it."""
     rules = {"up.kernel": PartitionSpec(None, "model"), "embedding": PartitionSpec("model")}
     strategy = dj.ModelParallelStrategy([0, 1], model=2, rules=rules)
     language = strategy.create(Language)
@@ -279,7 +279,7 @@ def test_rules_match_in_each_model() -> None:
 
 
 def test_a_model_of_which_nothing_can_be_divided() -> None:
-    """The error names the strategy, and how it divides by the rules alone."""
+    """The error names the strategy, and the option that divides by the rules alone."""
     strategy = dj.ModelParallelStrategy(model=2, rules={"bias": PartitionSpec()})
     with pytest.raises(
         ValueError, match=r"^ModelParallelStrategy(?s:.*)kernel(?s:.*)fully_sharded="
@@ -342,8 +342,10 @@ def test_create_refuses_what_cannot_be_traced() -> None:
         ("rngs", r"changes an nnx.Rngs or a module that was made before it"),
     ],
 )
-def test_create_takes_a_function_that_makes_all_of_the_model(kind: str, message: str) -> None:
-    """A model, a function without one, and random streams from outside are refused."""
+def test_create_refuses_what_is_not_a_function_that_makes_the_model(
+    kind: str, message: str
+) -> None:
+    """A model, a function that returns none, and random streams from outside are refused."""
     rngs = nnx.Rngs(0)
     make: dict[str, Any] = {
         "number": lambda: 3,
@@ -354,8 +356,8 @@ def test_create_takes_a_function_that_makes_all_of_the_model(kind: str, message:
         dj.MirroredStrategy([0, 1]).create(make[kind] if kind in make else Language())
 
 
-def test_create_makes_arrays_that_are_no_variables() -> None:
-    """An array that a module holds beside its variables is whole; one beside modules is like a parameter."""
+def test_create_makes_arrays_that_are_not_variables() -> None:
+    """An array attribute of a module is replicated; an array beside modules is divided like a parameter."""
 
     class Scaled(nnx.Module):
         def __init__(self) -> None:
@@ -370,14 +372,14 @@ def test_create_makes_arrays_that_are_no_variables() -> None:
 
 
 def in_loop(x: Any) -> Any:
-    """Rolls along the divided dim as often as the examples of the replica say."""
+    """Rolls along the divided dim, with a trip count that depends on the replica's examples."""
     return jax.lax.while_loop(
         lambda h: jnp.abs(h).max() > 0.1, lambda h: jnp.roll(h, 1, axis=1) * 0.8, x
     )
 
 
 def in_branch(x: Any) -> Any:
-    """Rolls along the divided dim on those replicas whose examples say so."""
+    """Rolls along the divided dim on some replicas, by a predicate on their examples."""
     return jax.lax.cond(x[0, 0] > 0, lambda h: jnp.roll(h, 1, axis=1), jnp.negative, x)
 
 
@@ -385,10 +387,8 @@ def in_branch(x: Any) -> Any:
     ("moves", "decided"),
     [(in_loop, "the trip count of while"), (in_branch, "the predicate of cond")],
 )
-def test_an_exchange_that_not_every_replica_reaches_is_refused_and_a_whole_value_needs_none(
-    moves: Any, decided: str
-) -> None:
-    """XLA lets all devices take part in it, so it waited for ever for those that do not come."""
+def test_an_exchange_that_not_every_replica_reaches_is_refused(moves: Any, decided: str) -> None:
+    """All devices must take part in it, or it waits for ever; a replicated value needs none."""
     x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
     x[:, 0] = -1, -1, 1, 1  # the replicas decide differently
 

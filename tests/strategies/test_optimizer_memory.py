@@ -1,4 +1,4 @@
-"""``optimizer_memory_kind``: the state of optimizers in other memory between steps, with the same numbers."""
+"""``optimizer_memory_kind`` stores optimizer state in another memory between steps, with the same numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STRATEGIES: dict[str, Callable[..., dj.Strategy]] = {
 
 
 class Trained:
-    """A layer and its optimizer, whose moments are large enough to be elsewhere."""
+    """A layer and an optimizer whose moments are large enough to be moved."""
 
     def __init__(self, strategy: dj.Strategy) -> None:
         self.strategy = strategy
@@ -62,7 +62,7 @@ class Trained:
         return [np.asarray(x) for x in jax.tree.leaves(nnx.state((self.model, self.optimizer)))]
 
     def kinds(self) -> list[Any]:
-        """Where the large arrays of the optimizer are, and those of the model."""
+        """Returns the memory kinds of the optimizer's large arrays, and of the model's."""
         return [
             {x.sharding.memory_kind for x in jax.tree.leaves(nnx.state(of)) if x.size >= 1024}
             for of in (nnx.state(self.optimizer, nnx.OptState), self.model)
@@ -73,10 +73,8 @@ class Trained:
     "name",
     [pytest.param(n, marks=[pytest.mark.exhaustive] * (i > 2)) for i, n in enumerate(STRATEGIES)],
 )
-def test_a_step_takes_it_from_there_and_leaves_it_there_with_the_same_bits(
-    name: str, tmp_path: Path
-) -> None:
-    """Created, trained, compared with one device, saved and restored, it is there after each."""
+def test_optimizer_state_stays_in_that_memory_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    """It is in that memory after create, training, verify, save and restore."""
     usual, moved = (
         Trained(STRATEGIES[name]()),
         Trained(STRATEGIES[name](optimizer_memory_kind=KIND)),
@@ -98,7 +96,7 @@ def test_a_step_takes_it_from_there_and_leaves_it_there_with_the_same_bits(
     assert all(map(np.array_equal, saved, moved.state()))
 
 
-def test_the_memory_is_in_the_placement_and_small_arrays_stay_on_the_device() -> None:
+def test_the_placement_shows_the_memory_and_small_arrays_are_not_moved() -> None:
     strategy = dj.FullyShardedStrategy([0, 1], optimizer_memory_kind=KIND)
     why = {row.path: row.why for row in strategy.placement(Trained.made())}
     moved = {path: text for path, text in why.items() if KIND in text}
@@ -108,8 +106,8 @@ def test_the_memory_is_in_the_placement_and_small_arrays_stay_on_the_device() ->
     assert not any(KIND in row.why for row in others)
 
 
-def test_a_flipped_bit_is_found_there() -> None:
-    """The copies that devices have in other memory are compared as all others."""
+def test_a_flipped_bit_in_that_memory_is_found() -> None:
+    """The replicas' copies in that memory are compared too."""
     trained = Trained(dj.MirroredStrategy([0, 1, 2], optimizer_memory_kind=KIND))
     trained.train()
     dj.check_in_sync(trained.optimizer)
@@ -126,6 +124,6 @@ def test_a_flipped_bit_is_found_there() -> None:
         dj.check_in_sync(trained.optimizer)
 
 
-def test_an_unknown_memory_is_refused_with_those_that_there_are() -> None:
+def test_an_unknown_memory_kind_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"optimizer_memory_kind on .*'pinned_host'"):
         dj.MirroredStrategy([0], optimizer_memory_kind="host")

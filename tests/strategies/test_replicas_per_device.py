@@ -1,4 +1,4 @@
-"""``replicas_per_device=k``: k replicas on each device are those of k times as many devices."""
+"""``replicas_per_device=k`` computes the numbers of k times as many devices with one replica each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distribute_jax.testing import LocalCluster
 
 
 def several(devices: int, each: int, **kwargs: Any) -> dj.MirroredStrategy:
-    """A strategy with so many devices, and replicas on each of them."""
+    """A strategy with this many devices, and replicas on each."""
     return dj.MirroredStrategy(list(range(devices)), replicas_per_device=each, **kwargs)
 
 
@@ -26,7 +26,7 @@ WIDTH = 128
 
 
 class Dense(nnx.Module):
-    """Two layers, and what is asked for between them."""
+    """Two layers with a function between them."""
 
     def __init__(self, between: Callable[[nnx.Rngs], Any]) -> None:
         rngs = nnx.Rngs(0)
@@ -50,7 +50,7 @@ class Convolution(nnx.Module):
 
 
 class Scanned(nnx.Module):
-    """Rematerialised layers of a scan, which synchronise their batch norm."""
+    """A scan of rematerialised layers with synchronised batch norm."""
 
     def __init__(self) -> None:
         @nnx.split_rngs(splits=3)
@@ -76,7 +76,6 @@ class Scanned(nnx.Module):
 
 
 def plain(rngs: nnx.Rngs) -> Any:
-    """Nothing between the layers."""
     return lambda x: x
 
 
@@ -137,12 +136,12 @@ def parts(strategy: dj.Strategy, value: Any) -> tuple[Any, ...]:
 
 
 def on_host(x: Any) -> Any:
-    """Random keys as numbers; other arrays as they are."""
+    """Converts random keys to numbers."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.extended) else x
 
 
 def assert_close(left: list[np.ndarray], right: list[np.ndarray], most: float) -> None:
-    """Compares all arrays; with 0 bit by bit."""
+    """Compares all arrays; bitwise if the tolerance is 0."""
     assert len(left) == len(right)
     for a, b in zip(left, right, strict=True):
         np.testing.assert_allclose(a, b, rtol=most, atol=most)
@@ -166,30 +165,30 @@ def long(*value: Any) -> Any:
         ),
     ],
 )
-def test_replicas_of_one_device_are_those_of_several_bit_by_bit(model: str, name: str):
-    """Losses, each replica's values and all state: the sums are added up in the same order."""
+def test_replicas_of_one_device_compute_the_bits_of_several(model: str, name: str):
+    """Losses, per-replica values and state are bitwise equal, since sums have the same order."""
     make = MODELS[model]
     tx = optax.sgd(0.1, momentum=0.9) if name == "sgd" else optax.adam(0.01)
     assert_close(trained(several(1, 4), make, tx), trained(several(4, 1), make, tx), 0)
 
 
 @pytest.mark.parametrize("model", ["batch norm in a scan", *map(long, MODELS)])
-def test_replicas_of_two_devices_are_those_of_several_to_rounding(model: str):
-    """Each device adds up its own first, which is another order; convolutions are compiled otherwise."""
+def test_replicas_of_two_devices_compute_the_numbers_of_several(model: str):
+    """Each device adds up its replicas first, and convolutions are compiled differently."""
     make, tx = MODELS[model], optax.sgd(0.1, momentum=0.9)
     assert_close(trained(several(2, 2), make, tx), trained(several(4, 1), make, tx), 3e-6)
 
 
 @pytest.mark.parametrize("sizes", [(16, 3), long((16, 13))])
 def test_partial_batches_are_divided_over_all_replicas(sizes: tuple[int, ...]):
-    """13 examples are 4, 4, 4 and 1; of 3 one replica has none."""
+    """13 examples are divided into 4, 4, 4 and 1; of 3 examples one replica has none."""
     make, tx = MODELS["dense"], optax.sgd(0.1)
     left, right = (trained(s, make, tx, sizes) for s in (several(1, 4), several(4, 1)))
     assert_close(left, right, 0)
 
 
 @pytest.mark.exhaustive
-def test_several_steps_in_one_program_are_single_steps():
+def test_several_steps_in_one_program_equal_single_steps():
     """The scan over the steps is around that over the replicas."""
     make, tx = MODELS["dropout"], optax.sgd(0.1)
     left, right = (trained(s, make, tx, at_once=3) for s in (several(2, 2), several(4, 1)))
@@ -199,7 +198,7 @@ def test_several_steps_in_one_program_are_single_steps():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("parameters", [True, False])
 def test_state_is_divided_over_the_devices(parameters: bool):
-    """A sharded update of 4 replicas on 2 devices is that of 4 devices, in halves; so is a sharded model."""
+    """4 replicas on 2 devices divide state in two, with the numbers of 4 devices."""
     strategy: dj.Strategy = several(2, 2, shard_optimizer_state=True)
     if parameters:
         strategy = dj.FullyShardedStrategy([0, 1], replicas_per_device=2)
@@ -222,8 +221,8 @@ def test_state_is_divided_over_the_devices(parameters: bool):
         assert sizes == [2048 if divided else 4096] * 2
 
 
-def test_each_replica_has_its_number_its_part_and_its_variables():
-    """4 on 2 devices are numbered device by device, and so are parts given to them and taken from them."""
+def test_each_replica_has_its_id_its_part_and_its_variables():
+    """Replica ids, per-replica arguments and results are numbered device by device."""
     strategy = several(2, 2)
     with strategy.scope():
         seen = dj.Variable(
@@ -249,7 +248,7 @@ def test_each_replica_has_its_number_its_part_and_its_variables():
     assert float(seen[...]) == 15
 
 
-def test_what_replicas_do_together_is_the_same_everywhere():
+def test_collectives_compute_the_numbers_of_several_devices():
     """Sums, extremes, gathered arrays and their gradients are those of as many devices."""
 
     def step() -> Any:
@@ -283,8 +282,8 @@ def test_it_conforms(devices: int):
     assert dj.testing.check_strategy(lambda found: several(devices, len(found) // devices), [4])
 
 
-def test_the_number_of_the_replica_is_known_everywhere():
-    """In loops, branches, checkpoints and functions with a derivative of their own."""
+def test_the_replica_id_is_known_at_any_depth():
+    """In loops, branches, checkpoints and functions with a custom derivative."""
 
     @jax.custom_jvp
     def own(x: jax.Array) -> jax.Array:
@@ -317,12 +316,12 @@ def test_the_number_of_the_replica_is_known_everywhere():
 
 
 def is_per_replica(leaf: Any) -> bool:
-    """Where to stop in a nest."""
+    """True for leaves of the comparison."""
     return isinstance(leaf, dj.PerReplica)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_replicas_meet_in_loops_branches_and_checkpoints(devices: int):
+def test_collectives_in_loops_branches_and_checkpoints(devices: int):
     """Each kind of collective at each depth, with its gradients, and over an axis of vmap too."""
 
     def step(x: jax.Array) -> Any:
@@ -367,24 +366,24 @@ def test_replicas_meet_in_loops_branches_and_checkpoints(devices: int):
 
 
 def read_after(x: jax.Array) -> jax.Array:
-    """A ref that is written before a sum that decides, and read after it."""
+    """Writes a ref before a sum, and reads it after the sum."""
     ref = jax.new_ref(x)
     ref[...] = x * dj.get_replica_context().replica_id_in_sync_group
     return ref[...] * jax.lax.psum(ref[...], "data") + ref[...]
 
 
 def exchanged(x: jax.Array) -> jax.Array:
-    """Each replica's value goes to the next one."""
+    """Sends each replica's value to the next one."""
     return jax.lax.ppermute(x, "data", [(0, 1), (1, 0)])
 
 
 def solved(x: jax.Array) -> jax.Array:
-    """A linear system whose matrix is a sum over the replicas."""
+    """Solves a linear system whose matrix is a sum over the replicas."""
     return jax.scipy.sparse.linalg.cg(lambda v: jax.lax.psum(v, "data"), x, maxiter=2)[0]
 
 
 def called_back(x: jax.Array) -> jax.Array:
-    """A loop in which replicas meet, and which calls Python with one replica's value."""
+    """A loop with a collective, and a callback on one replica's value."""
 
     def body(i: jax.Array, x: jax.Array) -> jax.Array:
         x = x * (1 + dj.get_replica_context().replica_id_in_sync_group)
@@ -394,7 +393,7 @@ def called_back(x: jax.Array) -> jax.Array:
 
 
 def drawn(x: jax.Array) -> jax.Array:
-    """Random numbers in a loop in which replicas meet, of keys that draw others under vmap."""
+    """Random numbers in a loop with a collective, of keys that draw different numbers under vmap."""
     keys = jax.random.split(jax.random.key(0, impl="rbg"), 3)
     return jax.lax.map(lambda key: jax.lax.psum(jax.random.normal(key), "data"), keys)
 
@@ -421,14 +420,14 @@ def drawn(x: jax.Array) -> jax.Array:
         (exchanged, r"ppermute at test_repl\S+ cannot run with .*use one of these in its place"),
     ],
 )
-def test_what_cannot_run_one_after_the_other_is_refused(fn: Any, text: str):
+def test_operations_that_cannot_run_one_after_the_other_are_refused(fn: Any, text: str):
     """The message names the operation and its line, the rule, and what to do."""
     with pytest.raises(dj.LoweringError, match=f"(?s){text}"):
         several(1, 2).run(lambda: fn(jnp.ones(3)))
 
 
-def test_a_branch_on_which_all_agree_may_sum():
-    """As in an update that is left out for a step."""
+def test_a_branch_with_a_mirrored_predicate_may_sum():
+    """As in an update that is skipped for a step."""
 
     def step(x: jax.Array, on: jax.Array) -> jax.Array:
         return jax.lax.cond(
@@ -491,7 +490,7 @@ def tpu() -> dj.TPUStrategy:
 def test_other_strategies_have_several_replicas_on_a_device(
     make: Callable[[], dj.Strategy], most: float
 ):
-    """With parameters on one device, and on the cores of a TPU, they are those of as many devices."""
+    """Central storage and TPU strategies compute the numbers of as many devices."""
     strategy, model, tx = make(), MODELS["synchronised batch norm"], optax.sgd(0.1, momentum=0.9)
     assert strategy.num_replicas_in_sync == 4
     assert_close(trained(strategy, model, tx), trained(several(4, 1), model, tx), most)
@@ -499,7 +498,7 @@ def test_other_strategies_have_several_replicas_on_a_device(
 
 @pytest.mark.exhaustive
 def test_a_tpu_divides_each_of_its_replicas():
-    """An array that is split over the cores of a block is, for every replica that the block runs."""
+    """An array that is split over the cores of a block is split for every replica of the block."""
     strategy = tpu()
 
     def step() -> jax.Array:
@@ -522,7 +521,7 @@ def in_job() -> list[np.ndarray]:
 
 @pytest.mark.exhaustive
 def test_replicas_are_numbered_over_processes():
-    """Two processes with a device each, and two replicas on it: each sees its own two of the four."""
+    """Two processes with one device and two replicas each: each process sees its two of the four."""
     tx, alone = optax.sgd(0.1, momentum=0.9), several(4, 1)
     wanted = trained(alone, MODELS["dropout"], tx, SIZES)
     steps = [wanted[5 * step : 5 * step + 5] for step in range(len(SIZES))]
@@ -531,8 +530,8 @@ def test_replicas_are_numbered_over_processes():
         assert_close(result.value, [*mine, *wanted[5 * len(SIZES) :]], 3e-6)
 
 
-def test_strategies_say_how_many_replicas_a_device_has():
-    """In their text, in the mesh, and in the error for what is not a number."""
+def test_the_number_of_replicas_per_device_is_shown():
+    """In the repr, in the mesh, and in the error for a wrong argument."""
     assert str(several(1, 3)) == "MirroredStrategy([cpu:0], replicas_per_device=3)"
     assert dj.OneDeviceStrategy(0, replicas_per_device=3).num_replicas_in_sync == 3
     assert dj.MultiWorkerMirroredStrategy(replicas_per_device=2).num_replicas_in_sync == 16
