@@ -42,7 +42,7 @@ from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._divide import Division, Homes, ServerPart, State, Update
-from distribute_jax.program._in_turn import of_replica_number
+from distribute_jax.program._in_turn import of_replica_id
 from distribute_jax.program._jaxprs import collectives, line, name, variables, with_inner
 from distribute_jax.program._lowerings import FlatStep, by_equation, flat_step
 from distribute_jax.program._options import RunOptions
@@ -268,7 +268,7 @@ def _proved(call: Call, options: RunOptions, of_workers: int) -> _Proved:
     order, _, arrays = input_order(traced)
     body = traced_body(_of_one_worker(call, traced, decided, order), _has_parts)
     if replicas > 1:
-        body, order = of_replica_number(body, replicas), (len(before), *order)
+        body, order = of_replica_id(body, replicas), (len(before), *order)
         before = [*before, frozenset({"the number of the replica"})]
     equal = [True] * sum(traced.written_sizes) + list(decided.mirrored)
     first = _WorkerStep(body, [before[k] for k in order], equal, replicas, 1, {}, {})

@@ -269,11 +269,11 @@ def with_replica_id_input(body: Any, replicas: int) -> Any:
     """Returns a program in which loops, branches and checkpoints take the replica id as an operand."""
     if not any(_needs_replica_id(eqn) and not _is_replica_id(eqn) for eqn in body.jaxpr.eqns):
         return body
-    step = jex_core.jaxpr_as_fun(of_replica_number(body, replicas))
+    step = jex_core.jaxpr_as_fun(of_replica_id(body, replicas))
     return _retrace(body, lambda *x: step(jax.lax.axis_index(DATA), *x), replicas)
 
 
-def of_replica_number(body: Any, replicas: int) -> Any:
+def of_replica_id(body: Any, replicas: int) -> Any:
     """Returns a program that takes the replica id before its other inputs."""
     number = jax.ShapeDtypeStruct((), jnp.int32)
     return _retrace(body, lambda n, *x: _with_constant_id(body, n)(*x), replicas, number)

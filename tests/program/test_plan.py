@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[Callable[[dj.Strategy], Any], str]] = {
     "no number": (lambda s: s.plan(abs, (1.0,), replicas=0), "replicas must be"),
     "a huge number": (lambda s: s.plan(abs, (1.0,), replicas=2**62), "replicas must be .* < 1048576"),
     "a lowering": (
-        lambda s: s.plan(abs, (1.0,), options=dj.RunOptions(lowering="pmap")), "made when it runs"
+        lambda s: s.plan(abs, (1.0,), options=dj.RunOptions(lowering="pmap")), "compiles only when it runs"
     ),
     "no tuple": (lambda s: s.plan(abs, 1.0), r"strategy.plan\(step, args="),
     "no array": (lambda s: s.plan(lambda: TEXT.get_value()), "TEXT: str 'text'"),
