@@ -269,7 +269,7 @@ def _proved(call: Call, options: RunOptions, of_workers: int) -> _Proved:
     body = traced_body(_of_one_worker(call, traced, decided, order), _has_parts)
     if replicas > 1:
         body, order = of_replica_id(body, replicas), (len(before), *order)
-        before = [*before, frozenset({"the number of the replica"})]
+        before = [*before, frozenset({"the replica id"})]
     equal = [True] * sum(traced.written_sizes) + list(decided.mirrored)
     first = _WorkerStep(body, [before[k] for k in order], equal, replicas, 1, {}, {})
     first.check_no_branches()

@@ -297,7 +297,7 @@ _MIN_TABLE_ELEMENTS = 1 << 14
 """Tables of fewer elements are read whole, which is faster."""
 
 _WHOLE = """\
-Parameter servers send %s whole at each step, though the step looks up rows of it: all are used at %s."""
+Parameter servers send %s whole at each step, though the step looks up rows of it: all rows are used at %s."""
 
 
 class Lookup(NamedTuple):

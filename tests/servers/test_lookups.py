@@ -178,7 +178,7 @@ def test_a_table_that_is_also_used_whole_is_sent_whole(caplog: pytest.LogCapture
     got = coordinator.fetch(coordinator.schedule(score, args=(np.arange(5, dtype=np.int32),)))
     np.testing.assert_allclose(got, model.attend(model(jnp.arange(5))), rtol=1e-5, atol=1e-6)
     assert "send model.embedding whole at each step, though" in caplog.text
-    assert "used whole at test_lookups.py:" in caplog.text
+    assert "all rows are used at test_lookups.py:" in caplog.text
 
 
 @pytest.mark.exhaustive
