@@ -168,13 +168,12 @@ def of_replica(data: Sequence[Any], replica: int, replicas: int) -> list[Any]:
     """Returns the inputs of one replica's worker from those of all replicas."""
     if replicas == 1:
         return [x.global_array if isinstance(x, PerReplica) else x for x in data]
-    parts = [_part_of(x, replica, replicas) if isinstance(x, PerReplica) else x for x in data]
-    return [np.int32(replica), *parts]
 
+    def part_of(batch: PerReplica) -> Any:
+        size = batch.global_array.shape[0] // replicas
+        return batch.global_array[replica * size : (replica + 1) * size]
 
-def _part_of(batch: PerReplica, replica: int, replicas: int) -> Any:
-    size = batch.global_array.shape[0] // replicas
-    return batch.global_array[replica * size : (replica + 1) * size]
+    return [np.int32(replica), *(part_of(x) if isinstance(x, PerReplica) else x for x in data)]
 
 
 def build_halves(
@@ -188,15 +187,9 @@ def build_halves(
 ) -> Halves:
     """Traces and proves a step, and splits it between servers and the worker of a replica.
 
-    Args:
-        call: the step.
-        options: how to trace and prove it.
-        servers: the number of servers.
-        known: the servers that store leaves that the updates of earlier steps use.
-        partitioner: the user's, which divides variables into rows.
-        of_workers: how many of the last arguments differ between workers.
-        sparse: whether a step of one replica reads and updates tables by rows; with ``"lazy"`` rows that
-            were not looked up stay, whatever the optimizer would do to them.
+    ``known`` are the servers of leaves that earlier steps use. The last ``of_workers`` arguments differ
+    between workers. A step of one replica reads and updates ``sparse`` tables by rows; with ``"lazy"`` rows
+    that were not looked up stay, whatever the optimizer would do to them.
     """
     traced, decided, body, order, read, first = _proved(call, options, of_workers)
     replicas, jaxpr, leaves = num_replicas(call.mesh), first.jaxpr, traced.input_starts[-1]
