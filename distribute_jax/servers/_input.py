@@ -87,6 +87,7 @@ class PerWorkerValue:
         self._values = tuple(jax.tree.map(copied, value) for value in values)
 
     def of_worker(self, worker: int | None, workers: int, _: int) -> Any:
+        """Returns the value of one worker; used by the coordinator."""
         if len(self._values) < workers:
             raise ArgumentError(
                 f"A PerWorkerValue of {len(self._values)} values was used with {workers} workers. Give one "
