@@ -28,10 +28,10 @@ class FullyShardedStrategy(Strategy):
 
     Args:
         devices: as for ``MirroredStrategy``; None or an empty list means all local devices.
-        shard_over: how many devices that follow each other divide the model, where each such group has all of
-            it; None means all devices. Their number is a multiple of it. The step, its replicas and the axis
-            ``"data"`` stay those of all devices; sums in groups have another order, so that losses and
-            updates are those of ``MirroredStrategy`` to rounding. 1, which divides nothing, is refused.
+        shard_over: how many consecutive devices divide the model; each such group has all of it, and the
+            number of devices is a multiple of it. None means all devices. The step, its replicas and the axis
+            ``"data"`` stay those of all devices. Sums in groups have another order, so losses and updates are
+            those of ``MirroredStrategy`` to rounding. 1, which divides nothing, is refused.
         reshard_after_forward: whether a gathered parameter is dropped after its use and gathered again for
             the backward pass, as in PyTorch's ``fully_shard``. None: only inside ``nnx.scan`` and
             rematerialised blocks, where one layer is whole at a time. True: everywhere, which takes the

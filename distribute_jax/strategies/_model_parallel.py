@@ -24,20 +24,20 @@ class ModelParallelStrategy(Strategy):
     """Trains replicas that are each divided over several devices, by rules.
 
     The devices form a mesh ``("data", "model")``: a row of ``model`` devices is one replica. Rules say which
-    arrays a replica divides among its devices, and XLA divides the computation accordingly; the step is that
-    of one replica on one device, unchanged. With ``fully_sharded`` the replicas divide what is left of the
-    model among them too, as in ``FullyShardedStrategy``. The numbers are those of one device to rounding.
+    arrays a replica divides over its devices, and XLA partitions the computation accordingly; the step is
+    that of one replica on one device, unchanged. With ``fully_sharded`` the replicas divide parameters and
+    optimizer state too, as in ``FullyShardedStrategy``. The numbers are those of one device to rounding.
 
     Args:
-        devices: as in ``MirroredStrategy``; their number is a multiple of ``model``. Devices that follow each
-            other are one replica.
+        devices: as in ``MirroredStrategy``; their number is a multiple of ``model``. Consecutive devices form
+            one replica.
         model: how many devices each replica has.
-        rules: what divides an array. A key with a ``PartitionSpec`` is a regular expression, searched in the
-            path of a variable that :meth:`placement` shows; the first that matches decides. A key with a
-            mesh axis or None is the name of a logical axis that Flax keeps with a variable
-            (``nnx.with_partitioning(init, ("embed", "mlp"))``). A spec holds for the last dims of an array:
-            stacked layers have more in front. The state of an optimizer is divided as its parameter.
-        fully_sharded: whether the replicas share parameters and the state of optimizers.
+        rules: how arrays are divided. A key with a ``PartitionSpec`` is a regular expression, searched in the
+            path of a variable that :meth:`placement` shows; the first match decides. A key with a mesh axis
+            or None is the name of a logical axis in the metadata of a Flax variable
+            (``nnx.with_partitioning(init, ("embed", "mlp"))``). A spec is for the last dims of an array,
+            since stacked layers have more in front. Optimizer state is divided as its parameter.
+        fully_sharded: whether the replicas divide parameters and optimizer state.
         replicas_per_device: how many replicas each row of devices runs, one after the other.
         cluster_resolver: as in ``FullyShardedStrategy``; the devices of a replica are of one process.
         cluster_options: how long the processes wait for each other.
