@@ -33,7 +33,7 @@ from flax import nnx
 import distribute_jax as dj
 from benchmarks._benchmark import Benchmark, Row, main
 from benchmarks._harness import Log, Ratio, in_turns, interval_text, ratio, table
-from distribute_jax.servers._processes import _Nursery
+from distribute_jax.servers._processes import _ForkServer
 from distribute_jax.servers._ray import Cluster, _Calls
 from distribute_jax.servers._wire import Connection, Message, pair
 
@@ -238,7 +238,7 @@ def with_a_slow_worker(bound: int, seconds: tuple[float, float]) -> Turn:
 @contextmanager
 def of_server(engine: str, size: int) -> Iterator[Turn]:
     """Yields what reads so many bytes of a server in another process, and hands it as many."""
-    engines: Any = Cluster() if engine == "ray" else _Nursery("cpu")
+    engines: Any = Cluster() if engine == "ray" else _ForkServer("cpu")
     server = engines.child("server", 0)
     if engine == "ray":
         link: Any = _Calls(server._actor)

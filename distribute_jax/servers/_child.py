@@ -1,6 +1,6 @@
-"""Processes that are workers and servers: what they do, and the process that they are forked from.
+"""The program of processes that are workers and servers, and of the process that they are forked from.
 
-``role_of`` is also what actors of Ray run, to which messages come by calls of Ray.
+Actors of Ray run ``role_of`` too; messages come to them by calls of Ray.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -150,7 +149,3 @@ def _serve_coordinator(kind: str, descriptor: int) -> NoReturn:
         control.send(Message("ended", [error_text(error)]))
     finally:
         os._exit(1)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -2,7 +2,7 @@
 
 The coordinator starts each with one end of a socket pair, and sends a worker and a server the two ends of
 another: there is no port and no file. They hold none of the user's code, only exported programs. All are
-forked from one process that has imported JAX, so that a lost one is replaced quickly.
+forked from one process that has imported JAX already, so that a lost one is replaced quickly.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _STOPPED = "Waiting for %s: process %d is stopped. Let it go on with kill -CONT 
 class _Child(Connection):
     """The connection to a process that is a worker or a server."""
 
-    def __init__(self, nursery: _Nursery, pid: int, end: socket.socket) -> None:
+    def __init__(self, fork_server: _ForkServer, pid: int, end: socket.socket) -> None:
         super().__init__(end)
-        self._nursery, self._pid = nursery, pid
+        self._fork_server, self._pid = fork_server, pid
 
     def wait(self) -> str:
         poll = select.poll()
@@ -76,15 +76,15 @@ class _Child(Connection):
 
     def kill(self) -> None:
         """Kills it, which is noticed as if something else had done so."""
-        self._nursery.kill(self._pid)
+        self._fork_server.kill(self._pid)
 
     def end(self) -> None:
         self.kill()
         self.close()
 
 
-class _Nursery:
-    """The process that the others are forked from."""
+class _ForkServer:
+    """The connection to the process that the others are forked from."""
 
     def __init__(self, platform: str) -> None:
         self._platform, self._lock, self._is_closed = platform, threading.Lock(), False
@@ -121,7 +121,7 @@ class _Nursery:
             message = Message(kind, ends=[there.fileno()])
             try:
                 (pid,) = self._control.ask(message).plain
-            except WireError:  # it was killed, and all that came from it
+            except WireError:  # it was killed
                 if self._is_closed:  # nobody would end another one
                     here.close()
                     raise
@@ -289,13 +289,13 @@ class Processes(Engine):
     def __init__(self, coordinator: Coordinator, seconds: float | None, cluster: Any) -> None:
         """A worker is lost after ``seconds`` of a run; a cluster starts processes on other machines."""
         super().__init__(coordinator)
-        self._seconds, self._cluster, self._nursery = seconds, cluster, cluster
+        self._seconds, self._cluster, self._launcher = seconds, cluster, cluster
         self._workers: dict[int, Any] = {}
         self._ended = threading.Event()
 
     def _start_servers(self) -> None:
         self._has_x64, self._ended = _x64(), threading.Event()
-        self._nursery = self._cluster or _Nursery(self._coordinator.device.platform)
+        self._launcher = self._cluster or _ForkServer(self._coordinator.device.platform)
         try:
             for number in range(len(self._stores)):
                 self._start_server(number, self._ended)
@@ -306,7 +306,7 @@ class Processes(Engine):
             threading.Thread(target=self._name_stopped, daemon=True).start()
 
     def _start_server(self, number: int, ended: threading.Event) -> None:
-        child = self._nursery.child("server", number)
+        child = self._launcher.child("server", number)
         self._stores[number].attach(child)
         threading.Thread(target=self._watch, args=(number, child, ended), daemon=True).start()
 
@@ -335,7 +335,7 @@ class Processes(Engine):
             named = {*stopped}
 
     def _worker(self, index: int) -> Worker:
-        child = self._workers[index] = self._nursery.child("worker", index)
+        child = self._workers[index] = self._launcher.child("worker", index)
         return _Worker(child, self._stores, self._seconds).run
 
     def _end(self, index: int) -> None:
@@ -368,8 +368,8 @@ class Processes(Engine):
 
     def _close(self) -> None:
         self._ended.set()
-        if self._nursery is not None:
-            self._nursery.close()
+        if self._launcher is not None:
+            self._launcher.close()
         for store in self._stores:
             if store.child is not None:
                 store.child.end()

@@ -431,15 +431,15 @@ def test_a_start_that_is_interrupted_leaves_no_process_and_can_be_repeated(
     """The process that the others are forked from ends, and the next closure starts another one."""
     strategy = dj.ParameterServerStrategy(workers=1, servers=2, max_staleness=0, engine="processes")
     coordinator, ((_, _, count), step) = ClusterCoordinator(strategy), build(strategy)
-    child, started = _processes._Nursery.child, list[Any]()
+    child, started = _processes._ForkServer.child, list[Any]()
 
-    def interrupted(nursery: Any, kind: str, number: int) -> Any:
+    def interrupted(fork_server: Any, kind: str, number: int) -> Any:
         if started:
             raise KeyboardInterrupt
-        started.append(child(nursery, kind, number))
+        started.append(child(fork_server, kind, number))
         return started[0]
 
-    monkeypatch.setattr(_processes._Nursery, "child", interrupted)
+    monkeypatch.setattr(_processes._ForkServer, "child", interrupted)
     with pytest.raises(KeyboardInterrupt):
         coordinator.schedule(step, args=(batches(1)[0],))
     monkeypatch.undo()
@@ -494,15 +494,15 @@ def test_no_process_starts_after_the_strategy_has_ended(
         controls.append(pair())
         return Connection(controls[-1][0])
 
-    monkeypatch.setattr(_processes._Nursery, "_started", started)
-    nursery = _processes._Nursery("cpu")
-    nursery.close()
+    monkeypatch.setattr(_processes._ForkServer, "_started", started)
+    fork_server = _processes._ForkServer("cpu")
+    fork_server.close()
     with pytest.raises(WireError):
-        nursery.child("worker", 0)
+        fork_server.child("worker", 0)
     controls[0][1].close()
     here, there = pair()
     with there:
-        child = _processes._Child(nursery, 0, here)
+        child = _processes._Child(fork_server, 0, here)
         child.end()
         child.wait()
     coordinator = Coordinator(1, [], 0.0, jax.devices()[0])
