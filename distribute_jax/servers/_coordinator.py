@@ -70,14 +70,14 @@ class Closure:
 
 
 class Stats(NamedTuple):
-    """What has been applied so far."""
+    """The updates that have been applied so far."""
 
     version: int
     """The number of updates."""
     staleness: dict[int, int]
-    """How many updates came so many updates after the state that they were computed from."""
+    """The number of updates by staleness: how many updates came after the state that they read."""
     applied: tuple[int, ...]
-    """The updates of each worker; a synchronous one counts for each worker that computed a share."""
+    """The number of updates of each worker; a synchronous one counts for each worker that took part."""
 
 
 class Coordinator:

@@ -70,10 +70,10 @@ def experimental_get_current_worker_index() -> Any:
 
 
 class PerWorkerValue:
-    """One value for each worker: a scheduled function gets that of the worker that runs it.
+    """One value for each worker: a scheduled function gets the value of the worker that runs it.
 
     Args:
-        values: one pytree of arrays or numbers for each worker, all of one structure, shapes and dtypes.
+        values: one pytree of arrays or numbers for each worker, all with equal structure, shapes and dtypes.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/coordinator/PerWorkerValue
     """
@@ -97,9 +97,9 @@ class PerWorkerValue:
 
 
 class PerWorkerDataset:
-    """A dataset for each worker, made when the worker first reads it.
+    """A dataset for each worker, created when the worker first reads it.
 
-    Made by ``ClusterCoordinator.create_per_worker_dataset``; ``iter`` returns an iterator to pass to
+    ``ClusterCoordinator.create_per_worker_dataset`` returns it; ``iter`` returns an iterator to pass to
     scheduled functions, which take elements with ``next``.
     """
 

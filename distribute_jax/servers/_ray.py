@@ -294,20 +294,20 @@ class Cluster:
 
 
 class Server:
-    """A worker or a server (``ps``) of a cluster: it joins the chief, and does what that schedules.
+    """A worker or a server (``ps``) of a cluster: it joins the chief, and runs what the chief schedules.
 
-    The chief makes ``ParameterServerStrategy(cluster_resolver)``. It alone has data, models and steps.
+    The chief makes ``ParameterServerStrategy(cluster_resolver)``. Only the chief has data, models and steps.
 
     Args:
         server_or_cluster_def: the cluster, a ``ClusterSpec`` or a dict, with a ``chief``.
         job_name: ``"worker"`` or ``"ps"``.
-        task_index: which of them this process is.
-        protocol: what :attr:`target` starts with; it is Ray that connects them.
+        task_index: the index of this process in its job.
+        protocol: the prefix of :attr:`target`; the connection itself is Ray's.
         config: accepted for ported code; JAX has no sessions to configure.
-        start: joins at once. The process that does so ends with this one.
+        start: whether to join at once, in another process that ends with this one.
 
     Raises:
-        ValueError: there is no such task in the cluster, or no chief.
+        ValueError: the cluster has no such task, or no chief.
         MissingPackageError: Ray is not installed.
 
     Example:
@@ -350,7 +350,7 @@ class Server:
         return f"{self._protocol}://{self._address}"
 
     def start(self) -> None:
-        """Joins the cluster of the chief in another process, as soon as that is there."""
+        """Joins the chief's cluster in another process, as soon as the chief listens."""
         if self._process is not None:
             return
         _imported()
@@ -367,10 +367,10 @@ class Server:
         )
 
     def join(self) -> None:
-        """Waits until the cluster of the chief has ended.
+        """Waits until the chief's cluster has ended.
 
         Raises:
-            ClusterError: this task could not join it.
+            ClusterError: this task could not join the cluster.
         """
         self.start()
         process: Any = self._process

@@ -207,13 +207,13 @@ class RemoteValue:
         self._wait = wait
 
     def get(self) -> Any:
-        """Waits for the value and returns it as ``strategy.run`` does, or raises the error of its closure."""
+        """Waits for the value and returns it as ``strategy.run`` does, or raises the function's error."""
         return self._wait()
 
     def fetch(self) -> Any:
-        """Waits for the value and returns it as a NumPy array, or raises the error of its closure.
+        """Waits for the value and returns it as a NumPy array, or raises the function's error.
 
-        Where several workers make an update and differ in the value, it is a tuple of arrays.
+        If several workers compute an update together and their values differ, it is a tuple of arrays.
         """
         value = self._wait()
         if isinstance(value, PerReplica):

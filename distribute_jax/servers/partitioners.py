@@ -1,4 +1,4 @@
-"""What ``tf.distribute.experimental.partitioners`` has: into how many parts servers divide a variable."""
+"""``tf.distribute.experimental.partitioners``: they decide into how many parts a variable is divided."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
 
 
 class Partitioner:
-    """Decides into how many parts each variable is divided; a base class, or any function like it.
+    """Decides into how many parts each variable is divided. Any function with this signature will do.
 
     Example:
         >>> import distribute_jax as dj
@@ -36,8 +36,8 @@ class Partitioner:
         """Returns the number of parts along each dim; more than 1 only along ``axis``.
 
         Args:
-            shape: of the variable.
-            dtype: of the variable.
+            shape: the shape of the variable.
+            dtype: its dtype.
             axis: the dim along which it may be divided.
         """
         raise NotImplementedError(
@@ -47,13 +47,13 @@ class Partitioner:
 
 
 class FixedShardsPartitioner(Partitioner):
-    """Divides each variable into so many parts, or into its rows where these are fewer.
+    """Divides each variable into a fixed number of parts, or into its rows if there are fewer.
 
     Args:
-        num_shards: how many.
+        num_shards: the number of parts.
 
     Raises:
-        ValueError: it is less than 1.
+        ValueError: ``num_shards`` is less than 1.
 
     Example:
         >>> import distribute_jax as dj
@@ -72,14 +72,14 @@ class FixedShardsPartitioner(Partitioner):
 
 
 class MinSizePartitioner(Partitioner):
-    """Divides a variable into as many parts as leave each of them at least so many bytes.
+    """Divides a variable into as many parts as possible of at least a minimal size.
 
-    TensorFlow rounds the number of parts up, so that they may be smaller.
+    TensorFlow rounds the number of parts up, so its parts may be smaller.
 
     Args:
-        min_shard_bytes: the least size of a part.
-        max_shards: the most parts.
-        bytes_per_string: how many bytes a string counts.
+        min_shard_bytes: the minimal size of a part.
+        max_shards: the maximal number of parts.
+        bytes_per_string: the size of a string.
 
     Raises:
         ValueError: an argument is less than 1.
@@ -108,12 +108,12 @@ class MinSizePartitioner(Partitioner):
 
 
 class MaxSizePartitioner(Partitioner):
-    """Divides a variable into as few parts as leave each of them at most so many bytes.
+    """Divides a variable into as few parts as possible of at most a maximal size.
 
     Args:
-        max_shard_bytes: the most bytes of a part; one of a single row may have more.
-        max_shards: the most parts; None for no limit.
-        bytes_per_string: how many bytes a string counts.
+        max_shard_bytes: the maximal size of a part; one of a single row may be larger.
+        max_shards: the maximal number of parts; None for no limit.
+        bytes_per_string: the size of a string.
 
     Raises:
         ValueError: an argument is less than 1.
