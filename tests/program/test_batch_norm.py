@@ -88,6 +88,6 @@ def test_a_statistic_captured_directly_is_named(
     s4.run(step)
     s4.run(step, options=dj.RunOptions(donate_state=False))
     [record] = caplog.records
-    assert record.getMessage().startswith("seen (BatchStat) ends a step with the mean")
+    assert record.getMessage().startswith("seen (BatchStat) ends a step as the mean")
     assert "axis_name" not in record.getMessage()
     assert float(seen[...]) == 1.5
