@@ -13,8 +13,6 @@ from tensorboardX.proto.types_pb2 import DataType
 
 
 class Entry(NamedTuple):
-    """One value of an event file."""
-
     tag: str
     step: int
     plugin: str
@@ -23,7 +21,7 @@ class Entry(NamedTuple):
 
 
 def read(folder: Path) -> list[Entry]:
-    """Returns the values of the only event file of a folder."""
+    """Returns the values of the only event file in a folder."""
     (file,) = folder.glob("events.out.tfevents.*")
     first, *events = (Event.FromString(record) for record in _records(file.read_bytes()))
     assert first.file_version == "brain.Event:2"
@@ -31,7 +29,7 @@ def read(folder: Path) -> list[Entry]:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Returns for each tag of a folder its steps and numbers."""
+    """Returns the steps and numbers of each tag in a folder."""
     tags: dict[str, list[tuple[int, float]]] = {}
     for entry in read(folder):
         assert entry.plugin == "scalars"
@@ -40,7 +38,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """Yields the records of a TFRecord file; their check sums are the library's."""
+    """Yields the records of a TFRecord file without checking their checksums."""
     while data:
         (length,) = struct.unpack_from("<Q", data)
         yield data[12 : 12 + length]

@@ -1,4 +1,4 @@
-"""Strategies and operations that are wrong in one way each, for the suite to find."""
+"""Strategies and operations with one defect each, for the conformance suite to find."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class AddsInFloat32(dj.CrossDeviceOps):
         return jax.lax.psum(value.astype(jnp.float32), axis_name).astype(value.dtype)
 
 
-class AddsInOwnOrder(dj.CrossDeviceOps):
-    """Adds from its own replica on, so that the copies differ in the last bits."""
+class AddsInDifferentOrders(dj.CrossDeviceOps):
+    """Adds in an order that depends on the replica, so that the copies differ in the last bits."""
 
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
         own = jax.lax.axis_index(axis_name)
@@ -55,8 +55,8 @@ class AddsInOwnOrder(dj.CrossDeviceOps):
         return dj.assume_mirrored(total)
 
 
-class PassesOn(dj.CrossDeviceOps):
-    """Adds by passing on, and does not say that the result is the same everywhere."""
+class UnprovedRing(dj.CrossDeviceOps):
+    """Adds around a ring, without declaring the result equal on all replicas."""
 
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
         n = jax.lax.axis_size(axis_name)
@@ -75,86 +75,68 @@ class Reversed(dj.MirroredStrategy):
 
 
 class HasNoScope(dj.MirroredStrategy):
-    """Is never current outside of run."""
-
     def scope(self) -> Any:
         return nullcontext(self)
 
 
 class Delegates(dj.MirroredStrategy):
-    """Runs its steps on another strategy."""
-
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         return dj.MirroredStrategy(list(self.mesh.devices.flat)).run(fn, args, kwargs, options)
 
 
 class RunsTwice(dj.MirroredStrategy):
-    """Runs each step two times."""
-
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         super().run(fn, args, kwargs, options)
         return super().run(fn, args, kwargs, options)
 
 
-class TrustsEveryStep(dj.MirroredStrategy):
-    """Turns the checks of a step off, and the verification."""
-
+class TurnsChecksOff(dj.MirroredStrategy):
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         options = dataclasses.replace(options or dj.RunOptions(), check_sync=False, verify=None)
         return super().run(fn, args, kwargs, options)
 
 
 class ForgetsKeywords(dj.MirroredStrategy):
-    """Returns no keyword arguments to the step."""
+    """Passes no keyword arguments to the step."""
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         return super().run(fn, args, None, options)
 
 
-class ReturnsOfReplica0(dj.MirroredStrategy):
-    """Takes the first replica's value for that of all."""
-
+class ReturnsOnlyReplica0(dj.MirroredStrategy):
     def experimental_local_results(self, value: Any) -> Any:
         return super().experimental_local_results(value)[:1]
 
 
 class NeverDonates(dj.MirroredStrategy):
-    """Keeps the old arrays."""
-
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         options = dataclasses.replace(options or dj.RunOptions(), donate_state=False)
         return super().run(fn, args, kwargs, options)
 
 
-class DropsTheRest(dj.MirroredStrategy):
-    """Leaves partial batches out."""
-
+class DropsPartialBatches(dj.MirroredStrategy):
     def distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         return super().distribute_dataset(dataset, dj.InputOptions(partial="drop"))
 
 
-class ReducesAnywhere(dj.MirroredStrategy):
-    """Adds the parts by hand, whatever is current and whatever was asked for."""
+class ReducesWithoutChecks(dj.MirroredStrategy):
+    """Adds the parts by hand, in any context and for any operation."""
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         return sum(map(jnp.sum, jax.tree.leaves(value)))
 
 
 class GathersReversed(dj.MirroredStrategy):
-    """Joins from the last replica to the first."""
-
     def gather(self, value: Any, axis: int) -> Any:
         parts = [jnp.asarray(part) for part in self.experimental_local_results(value)]
         return jnp.concatenate(parts[::-1], axis=axis)
 
 
-class StepsShort(dj.MirroredStrategy):
-    """Runs one step less than asked for."""
-
+class RunsOneStepLess(dj.MirroredStrategy):
     def run_steps(self, fn: Any, iterator: Any, steps: int, options: Any = None) -> Any:
         return super().run_steps(fn, iterator, steps - 1, options)
 
 
-def using(ops: type[dj.CrossDeviceOps]) -> Callable[[Any], dj.Strategy]:
-    """Makes mirrored strategies with an operation."""
+def mirrored_with(ops: type[dj.CrossDeviceOps]) -> Callable[[Any], dj.Strategy]:
+    """Returns a factory of mirrored strategies with an operation."""
     return lambda devices: dj.MirroredStrategy(devices, cross_device_ops=ops())

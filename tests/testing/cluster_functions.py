@@ -1,4 +1,4 @@
-"""What the processes of a LocalCluster run in its tests."""
+"""Functions that the processes of a ``LocalCluster`` run in its tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def connect():
 
 
 def listeners():
-    """The addresses at which this process listens."""
+    """Returns the addresses at which this process listens."""
     own = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -46,7 +46,7 @@ def listeners():
 
 
 def add_up(scale):
-    """Sums over all devices of all processes, and tells about this process."""
+    """Sums over all devices of all processes, and returns facts about this one."""
     connect()
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     here = np.arange(jax.local_device_count(), dtype=np.float32) + 10 * jax.process_index()
@@ -64,12 +64,11 @@ def add_up(scale):
 
 
 def plain(value):
-    """Returns back what it got, and the number of devices without connecting."""
+    """Returns its argument and environment variables, without connecting."""
     return value, os.environ["DISTRIBUTE_JAX_PROCESS_ID"], os.environ.get("COLOUR")
 
 
 def count(steps, seconds=0.0):
-    """Reports steps."""
     for step in range(steps):
         dj.report_step(step)
         time.sleep(seconds)
@@ -77,7 +76,7 @@ def count(steps, seconds=0.0):
 
 
 def count_together(folder, processes, steps):
-    """Reports steps once all processes are there."""
+    """Reports steps once all processes have started."""
     open(os.path.join(folder, os.environ["DISTRIBUTE_JAX_PROCESS_ID"]), "w").close()
     while len(os.listdir(folder)) < processes:
         time.sleep(0.01)

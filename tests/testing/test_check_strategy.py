@@ -1,4 +1,4 @@
-"""The conformance suite: every strategy of the library passes, and what is wrong is found and named."""
+"""The conformance suite: every strategy of the library passes, and each defect is found and named."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FACTORIES: dict[str, Callable[[Any], dj.Strategy]] = {
     "mirrored": dj.MirroredStrategy,
     "central_storage": dj.CentralStorageStrategy,
     "fully_sharded": dj.FullyShardedStrategy,
-    **{name: broken.using(ops) for name, ops in OPERATIONS.items()},
+    **{name: broken.mirrored_with(ops) for name, ops in OPERATIONS.items()},
 }
 
 
@@ -37,7 +37,6 @@ def test_mirrored_strategy_passes():
 
 
 def test_one_device_strategy_passes():
-    """It can be checked on one replica only, and is asked for no more."""
     report = dj.testing.check_strategy(
         dj.OneDeviceStrategy, only=["context_of_run", "results", "training"]
     )
@@ -49,7 +48,7 @@ def test_one_device_strategy_passes():
     ("name", "replicas"), [("tpu_two_cores", 4), ("tpu", 4), ("tpu_two_cores", 1)]
 )
 def test_tpu_strategy_passes_every_check(name: str, replicas: int):
-    """One replica of several cores is compiled in another way than several."""
+    """One replica of several cores is compiled differently from several replicas."""
     dj.testing.check_strategy(getattr(tpu_factories, name), [replicas])
 
 
@@ -68,14 +67,12 @@ CELLS = [
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "replicas", "lowering"), CELLS)
 def test_every_strategy_passes_every_check(name: str, replicas: int, lowering: str):
-    """Neither lowering refuses one."""
     factory = {**FACTORIES, **ALONE}[name]
     report = dj.testing.check_strategy(factory, [replicas], lowerings=[lowering])
     assert (report.checks, report.refused) == (tuple(CHECKS), ())
 
 
-def test_what_a_lowering_refuses_is_reported_and_logged(caplog: pytest.LogCaptureFixture):
-    """Also where the check wanted to see an error of another kind."""
+def test_checks_that_a_lowering_refuses_are_reported_and_logged(caplog: pytest.LogCaptureFixture):
     factory, only = (
         tpu_factories.tpu_two_cores,
         ["all_reduce_is_proved", "dataset", "verify_option"],
@@ -96,8 +93,8 @@ BROKEN: dict[Any, dict[int, list[str]]] = {
     broken.Averages: {2: ["all_reduce_gradient"]},
     broken.Rounds: {4: ["all_reduce_sum"]},
     broken.AddsInFloat32: {4: ["all_reduce_sum"]},
-    broken.AddsInOwnOrder: {4: ["all_reduce_copies"]},
-    broken.PassesOn: {2: ["all_reduce_is_proved"]},
+    broken.AddsInDifferentOrders: {4: ["all_reduce_copies"]},
+    broken.UnprovedRing: {2: ["all_reduce_is_proved"]},
     broken.Reversed: {2: ["replica_order"]},
     broken.HasNoScope: {
         2: ["context_of_scope", "variables_on_write_outside", "variables_on_read_outside"]
@@ -110,23 +107,25 @@ BROKEN: dict[Any, dict[int, list[str]]] = {
             *("training", "random_streams", "random_parameters"),
         ],
     },
-    broken.TrustsEveryStep: {
+    broken.TurnsChecksOff: {
         2: ["variables_drift_refused", "unreduced_gradients_refused", "verify_option"]
     },
     broken.ForgetsKeywords: {1: ["arguments"]},
-    broken.ReturnsOfReplica0: {2: ["results", "all_gather", "merge_call", "variables_on_read"]},
+    broken.ReturnsOnlyReplica0: {2: ["results", "all_gather", "merge_call", "variables_on_read"]},
     broken.NeverDonates: {1: ["donation"]},
-    broken.DropsTheRest: {2: ["dataset", "partial_batches"]},
-    broken.ReducesAnywhere: {1: ["context_refusals", "mixed_strategies_refused"], 2: ["reduce"]},
+    broken.DropsPartialBatches: {2: ["dataset", "partial_batches"]},
+    broken.ReducesWithoutChecks: {
+        1: ["context_refusals", "mixed_strategies_refused"],
+        2: ["reduce"],
+    },
     broken.GathersReversed: {2: ["gather"]},
-    broken.StepsShort: {1: ["run_steps"]},
+    broken.RunsOneStepLess: {1: ["run_steps"]},
 }
 """What is wrong, and for some numbers of replicas the checks that must see it."""
 
 
-def found_wrong(cls: Any, replicas: int, only: list[str]) -> str:
-    """Returns what the suite says about something broken."""
-    factory = broken.using(cls) if issubclass(cls, dj.CrossDeviceOps) else cls
+def failure_message(cls: Any, replicas: int, only: list[str]) -> str:
+    factory = broken.mirrored_with(cls) if issubclass(cls, dj.CrossDeviceOps) else cls
     with pytest.raises(dj.NotEqualError) as caught:
         dj.testing.check_strategy(factory, [replicas], only=only)
     return str(caught.value)
@@ -134,25 +133,23 @@ def found_wrong(cls: Any, replicas: int, only: list[str]) -> str:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("cls", BROKEN, ids=[cls.__name__ for cls in BROKEN])
-def test_what_is_broken_is_found_by_every_check_that_should_see_it(cls: Any):
-    """The failures of all checks come together, and are named."""
+def test_every_defect_is_found_by_the_checks_for_it(cls: Any):
     for replicas, only in BROKEN[cls].items():
-        text = found_wrong(cls, replicas, only)
+        text = failure_message(cls, replicas, only)
         assert (
             re.findall(rf"^  (\w+), {replicas} replicas, shard_map:$", text, re.MULTILINE) == only
         )
         assert text.startswith(f"check_strategy: {len(only)} of {len(only)} checks failed.")
 
 
-def test_every_check_has_something_broken_that_it_finds():
-    """None of them passes whatever it is given."""
+def test_every_check_finds_some_defect():
     assert {check for counts in BROKEN.values() for only in counts.values() for check in only} == {
         *CHECKS
     }
 
 
-def test_the_message_says_what_was_looked_at_and_how_to_repeat_the_check():
-    text = found_wrong(broken.GathersReversed, 2, ["dataset", "gather", "arguments"])
+def test_the_message_names_the_facts_and_how_to_repeat_the_check():
+    text = failure_message(broken.GathersReversed, 2, ["dataset", "gather", "arguments"])
     assert text.startswith("check_strategy: 2 of 3 checks failed.")
     assert (
         "\n    gather of uneven parts:\n      expected [1. 2. 2.]\n      received [2. 2. 1.]"
@@ -161,9 +158,7 @@ def test_the_message_says_what_was_looked_at_and_how_to_repeat_the_check():
     assert text.endswith("check_strategy(factory, [2], lowerings=['shard_map'], only=['dataset'])")
 
 
-def test_an_error_in_a_check_is_reported_beside_the_facts_before_it():
-    """The check cannot go on, and the others can."""
-
+def test_an_error_in_a_check_is_reported_after_its_facts():
     class BreaksLater(dj.MirroredStrategy):
         entered = 0
 
@@ -173,20 +168,19 @@ def test_an_error_in_a_check_is_reported_beside_the_facts_before_it():
                 raise OSError("scope is broken\nin two lines")
             return broken.HasNoScope.scope(self)
 
-    text = found_wrong(BreaksLater, 1, ["context_of_scope", "context_of_run"])
+    text = failure_message(BreaksLater, 1, ["context_of_scope", "context_of_run"])
     assert "1 of 2 checks failed" in text
     assert text.index("what is current in scope():") < text.index("expected no error")
     assert "expected no error\n      received OSError: scope is broken … in two lines" in text
 
 
-def test_a_check_that_finds_much_shows_the_first_of_it():
-    text = found_wrong(broken.ForgetsReplica0, 2, ["all_reduce_sum"])
+def test_only_the_first_facts_of_a_check_are_listed():
+    text = failure_message(broken.ForgetsReplica0, 2, ["all_reduce_sum"])
     assert text.count("expected") == 8
     assert re.search(r"\n    and \d+ more\n", text)
 
 
-def test_the_suite_leaves_the_logger_as_it_was(caplog: pytest.LogCaptureFixture):
-    """It keeps back what the library says about its own odd steps only."""
+def test_the_suite_restores_the_logger(caplog: pytest.LogCaptureFixture):
     dj.testing.check_strategy(dj.MirroredStrategy, [2], only=["batch_norm"])
     assert caplog.text == ""
     logging.getLogger("distribute_jax").warning("heard")

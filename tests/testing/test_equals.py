@@ -1,4 +1,4 @@
-"""The check against one device finds the usual mistakes, and their cause."""
+"""``check_equals_one_device`` finds common mistakes and names their cause."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCH = (
 def step_with(
     strategy: dj.Strategy, tx: optax.GradientTransformation, loss: str, op: str
 ) -> Callable[..., Any]:
-    """A training step whose loss is divided, and whose gradients are combined, in some way."""
+    """Returns a training step with a loss and a reduction of the gradients."""
     with strategy.scope():
         model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -43,7 +43,7 @@ def step_with(
 
 
 @pytest.mark.parametrize(("loss", "op"), [("exact", "sum"), ("mean", "mean")])
-def test_right_steps_pass_and_update_the_state_once(strategy: dj.Strategy, loss: str, op: str):
+def test_correct_steps_pass_and_update_the_state_once(strategy: dj.Strategy, loss: str, op: str):
     step = step_with(strategy, optax.sgd(0.1), loss, op)
     twin = step_with(strategy, optax.sgd(0.1), loss, op)
     dj.testing.check_equals_one_device(strategy, step, BATCH)
@@ -104,7 +104,7 @@ def test_a_partial_batch_is_checked_too(s4: dj.MirroredStrategy):
     dj.testing.check_equals_one_device(s4, step_with(s4, optax.adam(0.1), "exact", "sum"), short)
 
 
-def test_a_step_that_draws_random_numbers_is_told_to_be_checked_without(s4: dj.MirroredStrategy):
+def test_a_step_that_draws_random_numbers_is_refused(s4: dj.MirroredStrategy):
     with s4.scope():
         dropout, total = nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.Variable(jnp.zeros(()))
 
@@ -115,22 +115,19 @@ def test_a_step_that_draws_random_numbers_is_told_to_be_checked_without(s4: dj.M
         dj.testing.check_equals_one_device(s4, step, np.ones((8, 50), np.float32))
 
 
-def test_a_value_of_each_replica_cannot_be_checked(s4: dj.MirroredStrategy):
+def test_per_replica_arguments_are_refused(s4: dj.MirroredStrategy):
     ids = s4.experimental_distribute_values_from_function(lambda c: c.replica_id_in_sync_group)
     with pytest.raises(ValueError, match="which has no equivalent there"):
         s4.run(lambda x: x, args=(ids,), options=dj.RunOptions(verify="first"))
 
 
 def context() -> dj.ReplicaContext:
-    """The context of this replica."""
     return dj.get_replica_context()
 
 
 @pytest.mark.filterwarnings("ignore:The global batch has 5 examples for 8")
 @pytest.mark.parametrize("rows", [8, 5])
-def test_per_replica_results_that_fit_one_device_pass(strategy: dj.Strategy, rows: int):
-    """Rows are the same rows; parts of a sum, such as parts of a loss and counts, have that sum."""
-
+def test_rows_and_parts_of_sums_pass(strategy: dj.Strategy, rows: int):
     def step(x: jax.Array) -> dict[str, jax.Array]:
         return {
             "rows": 2 * x,
@@ -143,14 +140,12 @@ def test_per_replica_results_that_fit_one_device_pass(strategy: dj.Strategy, row
     dj.testing.check_equals_one_device(strategy, step, BATCH[0][:rows])
 
 
-def test_means_over_equal_shares_average_to_that_of_one_device(strategy: dj.Strategy):
+def test_means_over_equal_shares_pass(strategy: dj.Strategy):
     dj.testing.check_equals_one_device(strategy, lambda x: jnp.mean(x**2), BATCH[0])
 
 
 @pytest.mark.parametrize("rows", [8, 5])
-def test_rows_that_depend_on_the_share_are_not_those_of_one_device(
-    s4: dj.MirroredStrategy, rows: int
-):
+def test_rows_that_depend_on_the_share_are_refused(s4: dj.MirroredStrategy, rows: int):
     with pytest.raises(dj.NotEqualError, match="result: its rows differ by up to"):
         dj.testing.check_equals_one_device(s4, lambda x: x - x.mean(0), BATCH[0][:rows])
 
@@ -178,7 +173,7 @@ def test_declared_rows_are_compared_where_no_other_size_can_be_traced(s4: dj.Mir
     ],
     ids=["maximum", "spread", "any", "replica id", "transposed"],
 )
-def test_per_replica_results_without_counterpart_are_refused_by_name(
+def test_other_per_replica_results_are_refused_by_name(
     s4: dj.MirroredStrategy, step: Callable[..., Any], text: str
 ):
     with pytest.raises(dj.NotEqualError, match=rf"result: cannot be compared: .*{text}") as caught:
@@ -189,10 +184,10 @@ def test_per_replica_results_without_counterpart_are_refused_by_name(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("values", [[1e4, 1e4, 1e4], [1e4, 1.0, 1.0]], ids=["all", "one"])
 @pytest.mark.parametrize("op", ["mean", "sum"])
-def test_an_update_near_the_rounding_of_its_variable_is_compared_in_float64(
+def test_updates_near_rounding_are_compared_in_float64(
     s4: dj.MirroredStrategy, op: str, values: list[float]
 ):
-    """In float32 neither the mean of the gradients nor their sum, four times too large, shows."""
+    """In float32 neither the mean of the gradients nor their sum, four times too large, would show."""
     with s4.scope():
         weight = nnx.Param(jnp.array(values, jnp.float32))
 
@@ -206,7 +201,7 @@ def test_an_update_near_the_rounding_of_its_variable_is_compared_in_float64(
             dj.testing.check_equals_one_device(s4, step, BATCH[0])
 
 
-def test_where_there_is_no_float64_what_is_too_small_to_tell_is_said(
+def test_without_float64_updates_near_rounding_are_logged(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     def refused(*_: Any):

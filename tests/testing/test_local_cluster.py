@@ -1,4 +1,4 @@
-"""A function runs in real processes; what goes wrong there is bounded, told, and leaves nothing."""
+"""``LocalCluster`` runs a function in real processes; failures are bounded and reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 
 @pytest.mark.exhaustive
 def test_two_processes_with_two_devices_each_compute_together():
-    """Over gloo on loopback, with JAX alone; values, output and exit codes come back."""
+    """Over gloo on loopback, with JAX alone; values, output and exit codes are returned."""
     results = LocalCluster(2, 2, timeout=60).run(
         cluster_functions.add_up, {"factor": np.float32(2)}
     )
@@ -39,8 +39,7 @@ def test_two_processes_with_two_devices_each_compute_together():
 
 
 @pytest.mark.exhaustive
-def test_what_one_process_is_given_comes_back():
-    """Arrays of any dtype, nested containers, an environment for the processes; the function by name."""
+def test_arguments_environment_and_results_are_passed():
     value = {
         "a": [1, None, (True, "x", float("inf"))],
         "b": np.arange(6, dtype="i2").reshape(2, 3),
@@ -73,7 +72,7 @@ ENDINGS = {
 
 @pytest.mark.exhaustive
 def test_each_fault_happens_in_its_process_at_its_step():
-    """All kinds at once, one in each process; the time is bounded, and who was left shows where it was."""
+    """All kinds at once, one in each process, within a bounded time."""
     faults = [Fault(kind, process=i, at_step=3) for i, kind in enumerate(ENDINGS)]
     faults += [Fault("delay", process=6, at_step=2, seconds=0.5)]
     faults += [Fault("stop", process=7, at_step=2, seconds=0.5)]
@@ -94,8 +93,8 @@ def test_each_fault_happens_in_its_process_at_its_step():
 
 
 @pytest.mark.exhaustive
-def test_a_failure_raises_with_what_every_process_printed(tmp_path):
-    """The one that failed by itself first, with its exception; the others are ended after the grace."""
+def test_a_failure_raises_with_the_output_of_every_process(tmp_path):
+    """The process that failed by itself comes first; the others are killed after the grace."""
     faults = [Fault("raise", process=1, at_step=9), Fault("stall", process=0, at_step=1)]
     began = time.monotonic()
     with pytest.raises(dj.ProcessFailedError) as error:
@@ -167,7 +166,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_run_is_refused_before_a_process_starts(case):
-    """With what was given, and the rule."""
     call, kind, text = REFUSED[case]
     with pytest.raises(kind, match=text) as error:
         call()
@@ -196,7 +194,7 @@ if __name__ == "__main__":
 
 @pytest.mark.exhaustive
 def test_no_process_outlives_the_one_that_started_it(tmp_path):
-    """Not even where that one is killed; and a script may define what it runs and passes."""
+    """Not even if that one is killed; and a script may define what it runs and passes."""
     script, started = tmp_path / "script.py", tmp_path / "started"
     script.write_text(SCRIPT)
     started.mkdir()

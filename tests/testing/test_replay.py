@@ -19,7 +19,7 @@ from distribute_jax.coordinator import ClusterCoordinator
     [(2, 3, "threads"), pytest.param(3, 8, "processes", marks=pytest.mark.exhaustive)],
 )
 def test_a_stale_training_is_repeated_bit_by_bit(servers: int, staleness: int, engine: str) -> None:
-    """4 workers, Adam, writes of the user between; a changed result and a changed weight are named."""
+    """Four workers and Adam, with writes by the user; a changed result and a changed weight are named."""
     strategy = dj.ParameterServerStrategy(
         workers=4, servers=servers, max_staleness=staleness, engine=engine
     )
@@ -66,8 +66,7 @@ def test_a_stale_training_is_repeated_bit_by_bit(servers: int, staleness: int, e
         dj.testing.replay(log)
 
 
-def test_threads_are_not_killed() -> None:
-    """Nor what is not there: each is refused in a line."""
+def test_threads_and_missing_processes_are_not_killed() -> None:
     strategy = dj.ParameterServerStrategy(workers=1)
     with pytest.raises(RuntimeError, match="start with the first closure"):
         dj.testing.kill(strategy, worker=0)
@@ -82,8 +81,7 @@ def test_threads_are_not_killed() -> None:
         dj.testing.kill(strategy, server=1)
 
 
-def test_what_cannot_be_replayed() -> None:
-    """Other strategies, a log in a log, and what is not one, are refused in one line."""
+def test_other_strategies_nested_records_and_other_objects_are_refused() -> None:
     strategy = dj.ParameterServerStrategy(workers=1)
     with (
         dj.testing.record(strategy),

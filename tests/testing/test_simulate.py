@@ -1,4 +1,4 @@
-"""simulate: virtual devices before JAX starts, and a clear word afterwards."""
+"""``simulate``: virtual devices before JAX starts, and a clear error afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distribute_jax._supervision import pool_threads
 
 
 def python(code: str, **env: str) -> str:
-    """Runs code in a fresh Python without the devices of this one; gives what it printed."""
+    """Runs code in a new Python without the devices of this one; returns its output."""
     clean = {
         k: v for k, v in os.environ.items() if k not in {"XLA_FLAGS", "NPROC", "JAX_PLATFORMS"}
     }
@@ -49,8 +49,7 @@ PROGRAMS = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", PROGRAMS)
-def test_a_process_has_as_many_cpu_devices_as_asked_for(case: str):
-    """And enough threads for collectives between them."""
+def test_a_process_has_the_requested_devices_and_enough_threads(case: str):
     code, environment, printed = PROGRAMS[case]
     assert python(code, **environment).strip() == printed
 
@@ -65,8 +64,7 @@ def test_simulate_after_jax_started_says_what_to_do():
 
 
 @pytest.mark.exhaustive
-def test_simulate_leaves_jax_unstarted():
-    """Processes of a job have to meet before JAX starts."""
+def test_simulate_does_not_start_jax():
     code = (
         "import distribute_jax as dj; dj.simulate(3); import jax;"
         "from distribute_jax._jax_private import backend_is_started as started;"
@@ -76,7 +74,7 @@ def test_simulate_leaves_jax_unstarted():
 
 
 @pytest.mark.exhaustive
-def test_simulated_processes_of_a_tf_config_job_meet():
+def test_simulated_processes_of_a_tf_config_job_connect():
     """Two processes of three devices each are one strategy of six replicas."""
     with socket.socket() as first, socket.socket() as second:
         for probe in (first, second):
@@ -105,6 +103,5 @@ def test_a_wrong_number_is_refused(n: object):
 
 
 @pytest.mark.parametrize(("before", "threads"), [("64", "64"), ("1", "6"), ("", "6"), ("4.0", "6")])
-def test_a_pool_is_as_large_as_it_was_or_as_the_devices_need(before: str, threads: str) -> None:
-    """A larger pool of the user stays; a variable that is not a number counts as none."""
+def test_thread_pools_keep_a_larger_size_of_the_user(before: str, threads: str) -> None:
     assert pool_threads(3, {"NPROC": before}) == threads

@@ -1,4 +1,4 @@
-"""A user's test under every strategy: one item for each in pytest, one report of all elsewhere."""
+"""``strategy_combinations``: one pytest item per combination, one report of all elsewhere."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ LIBRARY = ["one_device-1"] + [
 ]
 
 
-def doubled(devices: list[jax.Device]) -> dj.Strategy:
-    """A factory with a name."""
+def named_factory(devices: list[jax.Device]) -> dj.Strategy:
     return dj.MirroredStrategy(devices)
 
 
-def seen_by(**options: Any) -> list[tuple[str, int]]:
-    """Calls a decorated function by hand; gives the strategies it got."""
+def strategies_tried(**options: Any) -> list[tuple[str, int]]:
+    """Calls a decorated function by hand; returns the strategies that it got."""
     seen = []
 
     @dj.testing.strategy_combinations(**options)
@@ -40,23 +39,27 @@ def seen_by(**options: Any) -> list[tuple[str, int]]:
 
 
 @dj.testing.strategy_combinations(replicas=[1, 4])
-def test_a_decorated_test_computes_the_same_under_every_strategy(strategy: dj.Strategy):
-    """This module is collected by pytest itself."""
+def test_a_decorated_test_is_collected_by_pytest(strategy: dj.Strategy):
     total = strategy.run(lambda: dj.get_replica_context().all_reduce("sum", 1.0))
     assert float(total) == strategy.num_replicas_in_sync
 
 
-def test_called_by_hand_it_runs_under_all_strategies_of_the_library():
+def test_called_by_hand_it_runs_under_all_strategies():
     several = ("MirroredStrategy", "CentralStorageStrategy")
     counts = (1, 2, 4, 8)
-    assert seen_by() == [("OneDeviceStrategy", 1), *((s, n) for s in several for n in counts)]
+    assert strategies_tried() == [
+        ("OneDeviceStrategy", 1),
+        *((s, n) for s in several for n in counts),
+    ]
 
 
 def test_strategies_and_numbers_of_replicas_can_be_chosen():
-    """OneDeviceStrategy is left out where it has too few replicas."""
-    assert seen_by(replicas=[2]) == [("MirroredStrategy", 2), ("CentralStorageStrategy", 2)]
-    chosen = [dj.OneDeviceStrategy, doubled]
-    assert seen_by(strategies=chosen, replicas=[1, 4]) == [
+    assert strategies_tried(replicas=[2]) == [
+        ("MirroredStrategy", 2),
+        ("CentralStorageStrategy", 2),
+    ]
+    chosen = [dj.OneDeviceStrategy, named_factory]
+    assert strategies_tried(strategies=chosen, replicas=[1, 4]) == [
         ("OneDeviceStrategy", 1),
         *(("MirroredStrategy", 1), ("MirroredStrategy", 4)),
     ]
@@ -65,13 +68,12 @@ def test_strategies_and_numbers_of_replicas_can_be_chosen():
 def test_only_as_many_replicas_as_there_are_devices_are_tried(monkeypatch: pytest.MonkeyPatch):
     devices = jax.local_devices()[:2]
     monkeypatch.setattr(jax, "local_devices", lambda **_: devices)
-    assert {n for _, n in seen_by()} == {1, 2}
+    assert {n for _, n in strategies_tried()} == {1, 2}
     with pytest.raises(ValueError, match=r"has 2 device\(s\). Call dj.simulate\(4\)"):
-        seen_by(replicas=[4])
+        strategies_tried(replicas=[4])
 
 
-def test_a_strategy_that_is_given_is_the_only_one():
-    """As when a test calls another."""
+def test_a_strategy_that_is_passed_is_the_only_one():
     seen = []
 
     @dj.testing.strategy_combinations
@@ -85,8 +87,6 @@ def test_a_strategy_that_is_given_is_the_only_one():
 
 
 def test_failures_under_several_combinations_are_reported_together():
-    """Every combination runs, and every error names its own and has its traceback."""
-
     @dj.testing.strategy_combinations(replicas=[1, 2, 4])
     def test_few(strategy: dj.Strategy) -> None:
         assert strategy.num_replicas_in_sync < 3, "too many"
@@ -105,8 +105,8 @@ def test_failures_under_several_combinations_are_reported_together():
     assert text.count("in test_few\n") == 3
 
 
-async def waits(strategy: dj.Strategy) -> None:
-    """Nothing of it runs when it is called."""
+async def async_test(strategy: dj.Strategy) -> None:
+    """A coroutine, none of whose code runs when it is called."""
 
 
 WRONG = {
@@ -116,20 +116,26 @@ WRONG = {
         "test must be None or a function",
     ),
     "async": (
-        lambda: dj.testing.strategy_combinations(waits),
-        "decorates waits, which is not a plain",
+        lambda: dj.testing.strategy_combinations(async_test),
+        "decorates async_test, which is not a plain",
     ),
-    "made already": (lambda: seen_by(strategies=[dj.MirroredStrategy([0])]), "a list of factories"),
-    "one class": (lambda: seen_by(strategies=dj.MirroredStrategy), "a list of factories"),
+    "made already": (
+        lambda: strategies_tried(strategies=[dj.MirroredStrategy([0])]),
+        "a list of factories",
+    ),
+    "one class": (lambda: strategies_tried(strategies=dj.MirroredStrategy), "a list of factories"),
     "lambda": (
-        lambda: seen_by(strategies=[lambda d: doubled(d)]),
+        lambda: strategies_tried(strategies=[lambda d: named_factory(d)]),
         "for lambdas, a dict from names",
     ),
-    "a name twice": (lambda: seen_by(strategies=[doubled, doubled]), "whose names differ"),
-    "three": (lambda: seen_by(replicas=[3]), "some of 1, 2, 4, 8"),
-    "a number": (lambda: seen_by(replicas=4), "some of 1, 2, 4, 8"),
+    "a name twice": (
+        lambda: strategies_tried(strategies=[named_factory, named_factory]),
+        "whose names differ",
+    ),
+    "three": (lambda: strategies_tried(replicas=[3]), "some of 1, 2, 4, 8"),
+    "a number": (lambda: strategies_tried(replicas=4), "some of 1, 2, 4, 8"),
     "nothing left": (
-        lambda: seen_by(strategies=[dj.OneDeviceStrategy], replicas=[2]),
+        lambda: strategies_tried(strategies=[dj.OneDeviceStrategy], replicas=[2]),
         "replicas must include 1",
     ),
 }
@@ -144,7 +150,7 @@ def test_wrong_arguments_are_refused(case: str):
 
 def test_a_factory_that_makes_something_else_fails_its_combination():
     with pytest.raises(ExceptionGroup) as caught:
-        seen_by(strategies={"all": lambda _: dj.MirroredStrategy([0, 1])}, replicas=[1, 2])
+        strategies_tried(strategies={"all": lambda _: dj.MirroredStrategy([0, 1])}, replicas=[1, 2])
     (error,) = caught.value.exceptions
     assert "failed under 1 of 2 combinations: all-1" in str(caught.value)
     assert "one replica on each of 1 device(s); got MirroredStrategy" in str(error)
@@ -213,7 +219,7 @@ OWN = """
 
 
 def outcomes_of(folder: Path, **files: str) -> dict[str, str]:
-    """Runs pytest on some files; gives the outcome of each test that it lists."""
+    """Runs pytest on some files; returns the outcome of each listed test."""
     for name, text in files.items():
         (folder / f"{name}.py").write_text(textwrap.dedent(text))
     removed = {"XLA_FLAGS", "NPROC", "JAX_PLATFORMS", "PYTEST_ADDOPTS"}
@@ -234,7 +240,7 @@ def outcomes_of(folder: Path, **files: str) -> dict[str, str]:
 
 @pytest.mark.exhaustive
 def test_pytest_shows_one_test_for_each_combination(tmp_path: Path):
-    """Of the decorator and of the fixture; a fixture of the user's by the same name is left alone."""
+    """Of the decorator and of the fixture; a fixture of the user with the same name takes precedence."""
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     found = outcomes_of(tmp_path, conftest=CONFTEST, test_a=DECORATED, test_b=FIXTURE, test_c=OWN)
     wanted = {

@@ -1,4 +1,4 @@
-"""TPUStrategy as the conformance suite wants it: replica i has its first core on device i."""
+"""Factories of ``TPUStrategy`` for the conformance suite: the first core of replica i is on device i."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import distribute_jax as dj
 
 
 def tpu(devices: list[jax.Device]) -> dj.TPUStrategy:
-    """Replicas of one core."""
     return _on_cores(len(devices), 1)
 
 
 def tpu_two_cores(devices: list[jax.Device]) -> dj.TPUStrategy:
-    """Replicas of two cores, the second ones after all of the first."""
+    """Replicas of two cores; all first cores come before the second ones."""
     return _on_cores(len(devices), 2)
 
 

@@ -1,4 +1,4 @@
-"""What ``compile`` takes: optimizers, losses and metrics of every kind, and what is trained."""
+"""What ``compile`` takes: optimizers, losses and metrics of every kind, and which weights are trained."""
 
 from __future__ import annotations
 
@@ -40,13 +40,12 @@ def made(strategy: dj.Strategy, module: Callable[[], Any] = Net, **options: Any)
 
 
 def own_metric(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
-    """Counts how far the logits are apart."""
+    """Returns the distance between the logits."""
     return jnp.abs(y_pred[:, 0] - y_pred[:, 1])
 
 
 @pytest.mark.exhaustive
 def test_metrics_of_every_kind(strategy: dj.Strategy):
-    """Names, functions, and metric objects of dj and of Flax; with and without sample weights."""
     model = made(
         strategy,
         metrics=["accuracy", own_metric, dj.metrics.Accuracy(), nnx.metrics.Accuracy()],
@@ -73,8 +72,6 @@ def test_metrics_of_every_kind(strategy: dj.Strategy):
 
 
 class Normed(nnx.Module):
-    """Batch norm alone, with a weight so that there is something to train."""
-
     def __init__(self, axis_name: str | None) -> None:
         rngs = nnx.Rngs(0)
         self.norm = nnx.BatchNorm(1, momentum=0.5, axis_name=axis_name, rngs=rngs)
@@ -88,7 +85,7 @@ class Normed(nnx.Module):
     ("data", {1: 3.125, 2: 3.125, 4: 3.125}), (None, {1: 3.125, 2: 1.125, 4: 0.625}),
 ])  # fmt: skip
 def test_batch_norm_after_one_step(axis_name: str | None, variances: dict[int, float]):
-    """Moving mean 2.25 on any number of replicas; the variance is that of the whole batch if asked."""
+    """The moving mean is 2.25 on any number of replicas; with an axis name the variance is the batch's."""
     for replicas, variance in variances.items():
         model = made(
             dj.MirroredStrategy(list(range(replicas))), lambda: Normed(axis_name), loss="mse",
@@ -101,7 +98,7 @@ def test_batch_norm_after_one_step(axis_name: str | None, variances: dict[int, f
 
 
 def test_optimizers_by_name_have_a_rate_that_can_be_set(s4: dj.MirroredStrategy):
-    """Keras's default rate; a new one is used by the next step without another program."""
+    """A new rate is used by the next step without another program."""
     model = made(s4, optimizer="adam")
     assert model.learning_rate == pytest.approx(1e-3)
     model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
@@ -126,7 +123,7 @@ def test_optimizers_by_name_have_a_rate_that_can_be_set(s4: dj.MirroredStrategy)
 )
 @pytest.mark.parametrize("rate", [0.1, optax.cosine_decay_schedule(0.1, 5)])
 def test_a_rate_that_became_state_changes_no_update(make: Any, rate: Any):
-    """But for rounding: XLA folds no constant now. Fromage, which uses the rate twice, stays as it is."""
+    """To rounding: XLA no longer folds a constant. Fromage, which uses the rate twice, does not change."""
     plain = make(rate)
     adjustable = with_adjustable_rate(optax.chain(optax.clip_by_global_norm(1.0), plain))
     params = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(4)}
@@ -144,8 +141,7 @@ def test_a_rate_that_became_state_changes_no_update(make: Any, rate: Any):
     assert [float(r) for r in rates] == pytest.approx([] if make is optax.fromage else [last])
 
 
-def test_an_optimizer_of_the_user(s4: dj.MirroredStrategy):
-    """A dj.Optimizer is taken as it is, with its state; an nnx.Optimizer would not sum, and is refused."""
+def test_dj_optimizers_are_used_and_nnx_optimizers_refused(s4: dj.MirroredStrategy):
     with s4.scope():
         model = dj.Model(Net())
         own = dj.Optimizer(model.module, optax.adam(0.1))
@@ -158,8 +154,7 @@ def test_an_optimizer_of_the_user(s4: dj.MirroredStrategy):
         model.compile(plain, "mse")
 
 
-def test_what_a_loss_captures_is_read_at_each_step(s4: dj.MirroredStrategy):
-    """A Python number that a loss function reads may change between steps."""
+def test_captured_values_of_a_loss_are_read_at_each_step(s4: dj.MirroredStrategy):
     factor = [1.0]
 
     def scaled(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
@@ -193,8 +188,7 @@ def headed(strategy: dj.Strategy, **options: Any) -> dj.Model:
     return model
 
 
-def test_only_what_is_trained_changes_and_has_state(s4: dj.Strategy):
-    """The head learns, batch norm keeps its statistics, and Adam has two moments of 1025 weights."""
+def test_only_trained_weights_change_and_have_optimizer_state(s4: dj.Strategy):
     model, first = headed(s4, trainable="^head"), Headed()
     model.fit(X[:16], TARGETS, batch_size=8, verbose=0)
     for layer in ("body", "norm"):
@@ -210,8 +204,7 @@ def test_only_what_is_trained_changes_and_has_state(s4: dj.Strategy):
     assert not model.module.norm.use_running_average
 
 
-def test_what_selects_no_weight_is_refused():
-    """Names without a match, invalid patterns and filters are refused; predicates select."""
+def test_filters_that_select_no_weight_are_refused():
     one = dj.OneDeviceStrategy("cpu:0")
     model = headed(one, trainable=lambda path, _: "norm" in path)
     assert "2,048 trained parameters" in repr(model)
@@ -222,8 +215,8 @@ def test_what_selects_no_weight_is_refused():
             model.compile(trainable=wrong)
 
 
-def test_servers_accumulate_for_an_optimizer_that_chooses_by_norms():
-    """Where LAMB chooses with ``jnp.where``, JAX notes the mesh, which does not communicate."""
+def test_parameter_servers_accumulate_for_lamb():
+    """Its ``jnp.where`` makes JAX record the mesh, without any communication."""
     weights = []
     for strategy in (
         dj.ParameterServerStrategy(workers=2, servers=2, max_staleness=0),

@@ -22,7 +22,7 @@ X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 
 
 class Net(nnx.Module):
-    """Dropout and a batch norm, which evaluation treats differently, and two inputs."""
+    """Dropout and a batch norm, which differ in evaluation, and two inputs."""
 
     def __init__(self) -> None:
         self.norm = nnx.BatchNorm(4, axis_name="data", rngs=nnx.Rngs(0))
@@ -34,7 +34,7 @@ class Net(nnx.Module):
 
 
 def exported(strategy: dj.Strategy, path: Path, *, trains: bool = True) -> np.ndarray:
-    """Exports a model, inside of the scope, and returns what it predicts."""
+    """Exports a model, inside the scope, and returns its predictions."""
     with strategy.scope():
         model = dj.Model(strategy.create(Net))
         if trains:
@@ -64,7 +64,6 @@ STRATEGIES: dict[str, Callable[[], dj.Strategy]] = {
     [n if n == "mirrored" else pytest.param(n, marks=pytest.mark.exhaustive) for n in STRATEGIES],
 )
 def test_an_exported_model_predicts_any_number_of_examples(name: str, tmp_path: Path):
-    """On one device, for three platforms, with the numbers of predict; nothing else is left there."""
     outputs = exported(STRATEGIES[name](), tmp_path / "model", trains=name != "mirrored")
     program = served(tmp_path / "model")
     assert (program.platforms, program.nr_devices) == (("cpu", "cuda", "tpu"), 1)
@@ -85,7 +84,6 @@ assert not any(name.startswith(("distribute_jax", "flax")) for name in sys.modul
 
 @pytest.mark.exhaustive
 def test_a_fresh_process_serves_it_without_this_library(tmp_path: Path):
-    """With JAX alone: neither Flax nor the code of the module is imported."""
     outputs = exported(STRATEGIES["fully sharded"](), tmp_path / "model")
     np.save(tmp_path / "x.npy", X)
     files = [str(tmp_path / name) for name in ("model", "x.npy", "y.npy")]
@@ -94,15 +92,11 @@ def test_a_fresh_process_serves_it_without_this_library(tmp_path: Path):
 
 
 class Doubles(dj.Model):
-    """Returns twice what the module does."""
-
     def predict_step(self, batch: Any) -> Any:
         return 2 * self.module(batch[0])
 
 
 class Calls(nnx.Module):
-    """Calls a function."""
-
     def __init__(self, function: Callable[[jax.Array], jax.Array]) -> None:
         self.function = function
 
@@ -110,7 +104,9 @@ class Calls(nnx.Module):
         return self.function(x)
 
 
-def test_what_cannot_be_exported_says_why_and_leaves_the_file(tmp_path: Path, monkeypatch):
+def test_a_module_that_cannot_be_exported_is_refused_and_leaves_the_file(
+    tmp_path: Path, monkeypatch
+):
     """A batch of any size, a platform, a callback, the user's mistake; a step of the user's is exported."""
     path = tmp_path / "model"
     path.write_bytes(b"old")

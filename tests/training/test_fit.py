@@ -66,8 +66,8 @@ def close(a: Any, b: Any, rel: float = 1e-5) -> None:
 
 
 @functools.cache
-def trained_plainly() -> tuple[list[float], list[np.ndarray]]:
-    """Three epochs of Adam in plain Flax: the loss of each, and the weights."""
+def train_with_plain_flax() -> tuple[list[float], list[np.ndarray]]:
+    """Returns the losses and weights of three epochs of Adam."""
     alone = Net()
     adam = nnx.Optimizer(alone, optax.adam(0.05), wrt=nnx.Param)
 
@@ -87,18 +87,17 @@ def trained_plainly() -> tuple[list[float], list[np.ndarray]]:
     return losses, dj.Model(alone).get_weights()
 
 
-def test_fit_equals_a_loop_of_run_on_one_device(strategy: dj.Strategy):
-    """Three epochs of Adam with a partial batch in each: losses and weights of plain optax."""
+def test_fit_equals_plain_flax_on_one_device(strategy: dj.Strategy):
+    """Three epochs of Adam, each with a partial batch."""
     model = made(strategy)
     history = model.fit(X, Y, batch_size=8, epochs=3, shuffle=False, verbose=0)
-    losses, weights = trained_plainly()
+    losses, weights = train_with_plain_flax()
     close(history.history["loss"], losses)
     assert history.epoch == [0, 1, 2]
     close(weights_of(model), weights, 1e-4)
 
 
-def test_validation_and_its_numbers(s4: dj.MirroredStrategy):
-    """The split is the arrays' end; validation_freq says after which epochs; names start with val_."""
+def test_validation_split_and_frequency(s4: dj.MirroredStrategy):
     model = made(s4)
     history = model.fit(
         X, Y, batch_size=8, epochs=4, validation_split=0.25, validation_freq=2, verbose=0
@@ -114,7 +113,6 @@ def test_validation_and_its_numbers(s4: dj.MirroredStrategy):
 
 
 def test_fit_compiles_a_step_once_for_full_and_once_for_partial_batches(s4: dj.MirroredStrategy):
-    """Two programs to train and two to test; epochs, evaluation and a second fit add none."""
     model = made(s4)
     model.fit(X, Y, batch_size=8, epochs=2, validation_data=(X, Y), verbose=0)
     assert s4._runner.programs() == 4
@@ -123,8 +121,7 @@ def test_fit_compiles_a_step_once_for_full_and_once_for_partial_batches(s4: dj.M
     assert s4._runner.programs() == 4
 
 
-def test_steps_per_epoch_go_on_in_the_data(s4: dj.MirroredStrategy):
-    """Two epochs of three batches see six batches of an endless dataset; without steps it is refused."""
+def test_steps_per_epoch_continue_in_the_data(s4: dj.MirroredStrategy):
     seen: list[float] = []
 
     def endless() -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -141,7 +138,6 @@ def test_steps_per_epoch_go_on_in_the_data(s4: dj.MirroredStrategy):
 
 
 def test_data_that_ends_early_ends_the_training_with_a_warning(s4: dj.MirroredStrategy):
-    """Three batches, where two epochs of two were asked for."""
     model = made(s4)
     with pytest.warns(UserWarning, match="ran out of data after 3 of 4"):
         history = model.fit(list(batches()), steps_per_epoch=2, epochs=2, verbose=0)
@@ -150,7 +146,7 @@ def test_data_that_ends_early_ends_the_training_with_a_warning(s4: dj.MirroredSt
 
 
 def test_data_that_ends_between_epochs_begins_again(s4: dj.MirroredStrategy, tmp_path: Path):
-    """Six epochs of one step are two passes of three batches; resumed in the second one too."""
+    """Six epochs of one step are two passes of three batches, also when resumed in the second one."""
     passes, steps, resumed = (made(s4) for _ in range(3))
     options: Any = {"batch_size": 8, "verbose": 0}
     passes.fit(X, Y, epochs=2, **options)
@@ -168,7 +164,7 @@ def test_data_that_ends_between_epochs_begins_again(s4: dj.MirroredStrategy, tmp
 
 @pytest.mark.parametrize("kind", ["one-hot", "column"])
 def test_class_weights_scale_the_loss_of_their_class(s4: dj.MirroredStrategy, kind: str):
-    """As sample weights of the class's examples do, with others beside, in fit and train_on_batch."""
+    """They act like sample weights of the class's examples, and combine with those."""
     sparse = dj.losses.SparseCategoricalCrossentropy(from_logits=True)
     dense = dj.losses.CategoricalCrossentropy(from_logits=True)
     y = np.eye(2, dtype=np.float32)[Y] if kind == "one-hot" else Y[:, None]
@@ -185,8 +181,7 @@ def test_class_weights_scale_the_loss_of_their_class(s4: dj.MirroredStrategy, ki
     assert first == pytest.approx(other.train_on_batch(X[:8], Y[:8], sample_weight=weight[:8]))
 
 
-def test_the_mean_of_examples_without_weight_is_nan_and_no_warning(s4: dj.MirroredStrategy):
-    """NumPy would warn, from inside the library."""
+def test_the_mean_of_examples_without_weight_is_nan_without_a_warning(s4: dj.MirroredStrategy):
     model = made(s4, weighted_metrics=[dj.metrics.SparseCategoricalAccuracy()])
     logs = model.evaluate(X, Y, sample_weight=0 * X[:, 0], batch_size=8, return_dict=True)
     assert np.isnan(logs["sparse_categorical_accuracy"])
@@ -194,7 +189,7 @@ def test_the_mean_of_examples_without_weight_is_nan_and_no_warning(s4: dj.Mirror
 
 
 class TwoHeads(nnx.Module):
-    """A dict of outputs, and a penalty."""
+    """A dict of outputs, and two added losses."""
 
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)
@@ -206,8 +201,7 @@ class TwoHeads(nnx.Module):
         return {"a": self.a(x), "b": self.b(x)}
 
 
-def test_several_outputs_and_losses_that_modules_add(strategy: dj.Strategy):
-    """The total is the weighted sum of the losses and of what was added, exact on a partial batch."""
+def test_several_outputs_and_added_losses(strategy: dj.Strategy):
     target = X.sum(axis=1, keepdims=True)
     model = made(
         strategy, TwoHeads, optimizer=optax.sgd(0.01), loss={"a": "mse", "b": "mae"},
@@ -226,9 +220,7 @@ def test_several_outputs_and_losses_that_modules_add(strategy: dj.Strategy):
     assert after < total
 
 
-class Own(dj.Model):
-    """A step of one's own: the loss halved."""
-
+class HalvedLoss(dj.Model):
     def train_step(self, batch: Any) -> dict[str, jax.Array]:
         x, y, _ = dj.unpack_x_y_sample_weight(batch)
 
@@ -241,10 +233,9 @@ class Own(dj.Model):
         return {"half": loss}
 
 
-def test_a_train_step_of_the_user(strategy: dj.Strategy):
-    """It trains, and the numbers that it returns are summed over the replicas."""
+def test_an_overridden_train_step(strategy: dj.Strategy):
     with strategy.scope():
-        model = Own(Net())
+        model = HalvedLoss(Net())
         model.compile(optax.sgd(0.5))
     before = made(strategy).evaluate(X, Y, batch_size=22)[0]
     history = model.fit(X, Y, batch_size=22, epochs=3, verbose=0)
@@ -252,8 +243,7 @@ def test_a_train_step_of_the_user(strategy: dj.Strategy):
     assert history.history["half"][-1] < history.history["half"][0]
 
 
-def test_dropout_and_batch_norm_know_the_mode(strategy: dj.Strategy):
-    """Dropout draws in fit only; running statistics move in fit only; the module's own mode is kept."""
+def test_dropout_and_batch_norm_get_the_mode(strategy: dj.Strategy):
     model = made(strategy, lambda: Net(dropout=0.5, norm=True))
     model.module.eval()
     stats = [np.asarray(model.module.norm.mean[...])]
@@ -268,10 +258,9 @@ def test_dropout_and_batch_norm_know_the_mode(strategy: dj.Strategy):
     assert model.module.norm.use_running_average
 
 
-def test_a_first_fit_with_dropout_says_nothing_alarming(
+def test_a_first_fit_with_dropout_logs_no_warning(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
 ):
-    """Nor does the prediction of three examples on four replicas; warnings are errors here."""
     with s4.scope():
         rngs = nnx.Rngs(0)
         layers = [nnx.Linear(2, 5, rngs=rngs), nnx.relu, nnx.Dropout(0.5, rngs=rngs)]
@@ -284,7 +273,6 @@ def test_a_first_fit_with_dropout_says_nothing_alarming(
 
 
 def test_one_batch_at_a_time(s4: dj.MirroredStrategy):
-    """The numbers are those of the batch; lists and dicts as for evaluate."""
     model = made(s4)
     tested = model.test_on_batch(X[:8], Y[:8], return_dict=True)
     trained = model.train_on_batch(X[:8], Y[:8])
@@ -294,8 +282,7 @@ def test_one_batch_at_a_time(s4: dj.MirroredStrategy):
 
 
 @pytest.mark.exhaustive
-def test_weights_go_out_and_in(s4: dj.MirroredStrategy):
-    """set_weights writes what get_weights returned, in place; arrays of other shapes change nothing."""
+def test_get_weights_and_set_weights(s4: dj.MirroredStrategy):
     model, other = made(s4), made(s4)
     model.fit(X, Y, batch_size=8, verbose=0)
     other.set_weights(model.get_weights())
@@ -309,7 +296,6 @@ def test_weights_go_out_and_in(s4: dj.MirroredStrategy):
 
 
 def test_inside_and_outside_the_scope(s4: dj.MirroredStrategy, s2: dj.MirroredStrategy):
-    """The model's own strategy runs everything; inside another's scope it is refused."""
     model = made(s4)
     with s4.scope():
         inside = model.evaluate(X, Y)
@@ -318,8 +304,7 @@ def test_inside_and_outside_the_scope(s4: dj.MirroredStrategy, s2: dj.MirroredSt
         model.evaluate(X, Y)
 
 
-def test_a_module_built_elsewhere_is_refused(s4: dj.MirroredStrategy):
-    """The message says to build it inside the scope, and where its arrays are."""
+def test_a_module_built_outside_the_scope_is_refused(s4: dj.MirroredStrategy):
     net = Net()
     with (
         s4.scope(),
@@ -329,8 +314,7 @@ def test_a_module_built_elsewhere_is_refused(s4: dj.MirroredStrategy):
 
 
 @pytest.mark.exhaustive
-def test_logits_are_not_taken_for_probabilities(s4: dj.MirroredStrategy):
-    """Keras's name means probabilities; the first batch is looked at before anything is trained."""
+def test_logits_are_refused_where_probabilities_are_expected(s4: dj.MirroredStrategy):
     model = made(s4, loss="sparse_categorical_crossentropy")
     before = model.get_weights()
     with pytest.raises(ValueError, match=r"SparseCategoricalCrossentropy\(from_logits=True\)"):
@@ -348,19 +332,17 @@ def test_logits_are_not_taken_for_probabilities(s4: dj.MirroredStrategy):
 
 
 def loss(labels: jax.Array, y_pred: jax.Array) -> jax.Array:
-    """A metric with a name that is taken."""
     return abs(labels - y_pred[:, 0])
 
 
 class Mean(Net):
-    """One number for all examples."""
+    """A module with one output for all examples."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return super().__call__(x).mean()
 
 
-def test_what_does_not_fit_is_refused(s4: dj.MirroredStrategy):
-    """Every message names the argument and the remedy; nothing is trained."""
+def test_invalid_arguments_are_refused(s4: dj.MirroredStrategy):
     model = made(s4)
     unweighted: Any = {"weighted_metrics": [nnx.metrics.Average("y_pred")]}
     y, metric, unknown = {"a": Y, "b": Y}, dj.metrics.Accuracy(), {"zz": "binary_crossentropy"}
@@ -421,8 +403,6 @@ def test_what_does_not_fit_is_refused(s4: dj.MirroredStrategy):
 
 
 class TwoOutputs(nnx.Module):
-    """A tuple of two outputs."""
-
     def __init__(self) -> None:
         self.a, self.b = (nnx.Linear(3, 2, rngs=nnx.Rngs(i)) for i in range(2))
 
@@ -432,7 +412,6 @@ class TwoOutputs(nnx.Module):
 
 @pytest.mark.exhaustive
 def test_outputs_and_targets_in_a_list(s4: dj.MirroredStrategy):
-    """A loss for each by its place."""
     loss = optax.softmax_cross_entropy_with_integer_labels
     model = made(s4, TwoOutputs, loss=[loss, loss], metrics=None)
     logs = model.evaluate(X, [Y, 1 - Y], batch_size=8, return_dict=True)
@@ -443,9 +422,7 @@ def test_outputs_and_targets_in_a_list(s4: dj.MirroredStrategy):
     )
 
 
-def test_a_penalty_alone_can_be_minimised_and_nothing_cannot(s4: dj.MirroredStrategy):
-    """Without a loss the layers' own additions are all there is; without these there is nothing."""
-
+def test_added_losses_alone_can_be_minimised(s4: dj.MirroredStrategy):
     class Penalty(Net):
         def __call__(self, x: jax.Array) -> jax.Array:
             self.sow(dj.AddedLoss, "decay", jnp.sum(self.last.kernel[...] ** 2))
@@ -462,7 +439,6 @@ def test_a_penalty_alone_can_be_minimised_and_nothing_cannot(s4: dj.MirroredStra
 
 
 def test_a_model_predicts_before_it_is_compiled(s4: dj.MirroredStrategy):
-    """As in Keras; compiling changes nothing about the predictions."""
     with s4.scope():
         model = dj.Model(Net())
     first = model.predict(X, verbose=0)
@@ -471,7 +447,6 @@ def test_a_model_predicts_before_it_is_compiled(s4: dj.MirroredStrategy):
 
 
 def test_batch_norm_on_a_partial_batch_says_what_to_do_in_fit(s4: dj.MirroredStrategy):
-    """Padding would be taken for examples."""
     model = made(s4, lambda: Net(norm=True))
     with pytest.raises(dj.PaddingLeakError) as caught:
         model.fit(X, Y, batch_size=8, verbose=0)

@@ -1,4 +1,4 @@
-"""Mistakes in the arguments of ``fit``, and inputs that have several meanings."""
+"""Arguments of ``fit`` that have several meanings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Y = 2 * X
 
 
 class OwnStep(dj.Model):
-    """Trains without touching the metrics of ``compile``."""
+    """Does not update the metrics of ``compile``."""
 
     def train_step(self, batch: Any) -> Any:
         x, y, _ = dj.unpack_x_y_sample_weight(batch)
@@ -36,7 +36,6 @@ def made(strategy: dj.Strategy, kind: type = dj.Model, **options: Any) -> dj.Mod
 
 
 def test_a_list_of_numbers_is_one_array(s4: dj.MirroredStrategy):
-    """Nested lists too."""
     model = made(s4)
     wanted = model.evaluate(X, Y, verbose=0)
     assert model.evaluate(X.tolist(), Y.tolist(), verbose=0) == pytest.approx(wanted)
@@ -45,10 +44,9 @@ def test_a_list_of_numbers_is_one_array(s4: dj.MirroredStrategy):
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("error")
-def test_metrics_that_a_train_step_of_the_user_leaves_alone_are_not_reported(
+def test_metrics_that_an_overridden_step_does_not_update_are_not_reported(
     s4: dj.MirroredStrategy,
 ):
-    """Only what it returned; the validation has them all."""
     model = made(s4, OwnStep, metrics=["mae"])
     history = model.fit(X, Y, validation_data=(X, Y), verbose=0).history
     assert sorted(history) == ["loss", "val_loss", "val_mae"]
@@ -56,9 +54,7 @@ def test_metrics_that_a_train_step_of_the_user_leaves_alone_are_not_reported(
     assert model.train_on_batch(X, Y) == pytest.approx(wanted)
 
 
-class Two(nnx.Module):
-    """Adds a tenth of its second input."""
-
+class TwoInputs(nnx.Module):
     def __init__(self) -> None:
         self.layer = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
 
@@ -68,9 +64,8 @@ class Two(nnx.Module):
 
 
 def test_a_list_or_tuple_of_equally_long_arrays_is_several_inputs(s4: dj.MirroredStrategy):
-    """In fit, its validation, evaluate and predict, as in Keras; batches in tuples mean the same."""
     with s4.scope():
-        model = dj.Model(Two())
+        model = dj.Model(TwoInputs())
     model.compile(optax.sgd(0.0), loss="mse")
     kernel, bias = (
         np.asarray(w[...]) for w in (model.module.layer.kernel, model.module.layer.bias)
@@ -87,7 +82,6 @@ def test_a_list_or_tuple_of_equally_long_arrays_is_several_inputs(s4: dj.Mirrore
 
 
 def test_a_list_of_batches_is_one_of_tuples_or_of_different_lengths(s4: dj.MirroredStrategy):
-    """A single array in a list is that array, nested numbers too; what was guessed wrongly is said."""
     model = made(s4)
     wanted = model.predict(X, verbose=0)
     for x in ([X[:5], X[5:]], [(X[:4],), (X[4:],)], [X], (X,), X.tolist()):
@@ -98,20 +92,18 @@ def test_a_list_of_batches_is_one_of_tuples_or_of_different_lengths(s4: dj.Mirro
     assert "predict([(batch,) for batch in x])" in caught.value.__notes__[-1]
 
 
-def test_a_module_that_fails_on_several_inputs_says_what_they_were_taken_for(
+def test_a_module_that_fails_on_several_inputs_says_how_they_were_interpreted(
     s4: dj.MirroredStrategy,
 ):
-    """Three batches of equal length, for a module that unpacks two inputs."""
     with s4.scope():
-        model = dj.Model(Two())
+        model = dj.Model(TwoInputs())
     with pytest.raises(
         ValueError, match=r"too many values(.|\n)*3 inputs of each .*\(batch,\) for"
     ):
         model.predict([X, X, X], verbose=0)
 
 
-def test_data_without_a_batch_is_reported(s4: dj.MirroredStrategy):
-    """A filter that leaves nothing: there are no numbers to report, and a warning says why."""
+def test_data_without_a_batch_warns(s4: dj.MirroredStrategy):
     model = made(s4)
     for run in (model.fit, model.evaluate, model.predict):
         with pytest.warns(UserWarning, match=r"on holds no batch\."):

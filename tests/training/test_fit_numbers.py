@@ -24,8 +24,6 @@ Y = np.zeros((8, 1), np.float32)
 
 
 class Scale(nnx.Module):
-    """y = w * x."""
-
     def __init__(self) -> None:
         self.w = nnx.Param(jnp.ones((1,)))
 
@@ -63,7 +61,7 @@ def test_whole_and_partial_batches_train_as_on_one_device(strategy: dj.MirroredS
 
 
 def test_fewer_examples_than_replicas_in_every_batch(strategy: dj.MirroredStrategy):
-    """Six steps on batches of 2, of which half are empty on 4 replicas; TensorFlow's w is 0.2200389."""
+    """Six steps on batches of 2; TensorFlow's w on 4 replicas is 0.2200389."""
     model = made(strategy)
     batches = [(X[2 * i : 2 * i + 2], Y[2 * i : 2 * i + 2]) for i in (0, 1, 2, 3, 0, 1)]
     with warnings.catch_warnings():
@@ -73,7 +71,6 @@ def test_fewer_examples_than_replicas_in_every_batch(strategy: dj.MirroredStrate
 
 
 def test_evaluate_and_predict_see_every_example_once(strategy: dj.MirroredStrategy):
-    """Seven examples in batches of 4: loss 20, mean absolute error 4, predictions 1 to 7 in order."""
     model = made(strategy, metrics=["mae"])
     assert model.evaluate(X[:7], Y[:7], batch_size=4) == pytest.approx([20.0, 4.0])
     assert model.evaluate(X[:7], Y[:7], batch_size=4, return_dict=True) == pytest.approx(
@@ -83,14 +80,13 @@ def test_evaluate_and_predict_see_every_example_once(strategy: dj.MirroredStrate
 
 
 def test_evaluation_of_a_partial_batch_with_64_bit_numbers(s2: dj.MirroredStrategy):
-    """The examples of each replica are counted in int32, as the state that they are added to."""
     with jax.enable_x64(True):
         model = made(s2, metrics=["mae"])
         assert model.evaluate(X[:7], Y[:7], batch_size=4) == pytest.approx([20.0, 4.0])
 
 
 def test_sample_weights_scale_the_terms(strategy: dj.MirroredStrategy):
-    """The divisor stays the number of examples; only weighted metrics take the weights."""
+    """The divisor stays the number of examples; only weighted metrics use the weights."""
     weight = np.array([1, 1, 1, 1, 0, 0, 0, 0], np.float32)
     model = made(strategy, metrics=["mae"], weighted_metrics=["mae"])
     logs = model.evaluate(X, Y, sample_weight=weight, batch_size=8)
@@ -100,21 +96,19 @@ def test_sample_weights_scale_the_terms(strategy: dj.MirroredStrategy):
 
 
 def test_a_summed_loss_is_summed(strategy: dj.MirroredStrategy):
-    """The loss is 204 for all eight examples, and w ends at -3.08."""
     model = made(strategy, loss=dj.losses.MeanSquaredError(reduction="sum"))
     assert fit(model, 8, 8) == pytest.approx(204.0)
     assert w(model) == pytest.approx(-3.08)
 
 
 def test_adam_sees_the_gradient_of_the_global_batch(strategy: dj.MirroredStrategy):
-    """Two steps of 4 with rate 0.1 end at Keras's number."""
     model = made(strategy, optax.adam(0.1, eps=1e-7))
     fit(model, 8, 4)
     assert w(model) == pytest.approx(0.8143145, rel=1e-6)
 
 
 class Ends(dj.callbacks.Callback):
-    """Notes which batches end."""
+    """Records which batches end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +121,6 @@ class Ends(dj.callbacks.Callback):
 def test_several_steps_in_one_dispatch_change_nothing_but_the_callbacks(
     strategy: dj.MirroredStrategy,
 ):
-    """Six batches by three: batch hooks at 2 and 5, six updates, the weights of one at a time."""
     batches = [(X[i : i + 2], Y[i : i + 2]) for i in (0, 2, 4, 6, 0, 2)]
     one, three = made(strategy), made(strategy, steps_per_execution=3)
     ends = Ends()

@@ -71,14 +71,12 @@ CALLBACKS: dict[str, Callable[[], dj.callbacks.Callback]] = {
 
 
 def one_of(*choices: Any) -> Any:
-    """Returns a field that a seed draws; a choice that stands twice is drawn twice as often."""
+    """Returns a field whose value a seed draws from the choices; a repeated choice is more likely."""
     return field(metadata={"choices": choices})
 
 
 @dataclass(frozen=True)
 class Options:
-    """A combination of what compile and fit take."""
-
     strategy: str = one_of(*STRATEGIES)
     then: str = one_of(*STRATEGIES)
     examples: int = one_of(37, 41, 48, 64)
@@ -109,7 +107,7 @@ class Options:
 
 
 def draw(seed: int) -> Options:
-    """Draws options, and leaves out what cannot come together on any device."""
+    """Draws options, and drops those that no device supports together."""
     rng = random.Random(seed)
     o = Options(**{f.name: rng.choice(f.metadata["choices"]) for f in fields(Options)})
     if o.batch_norm:  # Else most of its batches would be refused.
@@ -170,7 +168,6 @@ class Net(nnx.Module):
 
 
 def arrays(o: Options, rows: int, seed: int) -> tuple[Any, Any, Any]:
-    """Returns inputs, targets and weights."""
     rng = np.random.default_rng(seed)
     x = rng.integers(20, size=(rows, 5)) if o.tokens else rng.normal(size=(rows, 8)).astype("f")
     if o.has_nan and rows == o.examples:
@@ -184,7 +181,6 @@ def arrays(o: Options, rows: int, seed: int) -> tuple[Any, Any, Any]:
 
 
 def compiled(o: Options, strategy: dj.Strategy) -> dj.Model:
-    """Returns the model of a combination."""
     crossentropy = dj.losses.SparseCategoricalCrossentropy(from_logits=True)
     losses = {"crossentropy": crossentropy, "both": {"a": crossentropy, "b": "mse"}}
     metrics = {"crossentropy": ["accuracy"], "both": {"a": ["accuracy"], "b": ["mae"]}}
@@ -249,7 +245,6 @@ def trained(o: Options, first: dj.Strategy, then: dj.Strategy) -> dict[str, Any]
 
 @functools.lru_cache(maxsize=1)
 def on_one_device(o: Options) -> dict[str, Any]:
-    """Returns what every strategy is to return."""
     one = dj.OneDeviceStrategy("cpu:0")
     return trained(o, one, one)
 
@@ -259,7 +254,7 @@ TOLERANCE = {None: 1e-5, "mixed_bfloat16": 2.0**-6}
 
 
 def judge(o: Options) -> str:
-    """Returns what is wrong under a strategy: nothing where the numbers are right or are refused rightly."""
+    """Returns what is wrong under a strategy; nothing if the numbers agree or the refusal is documented."""
     error = refused(o)
     expected = on_one_device(replace(o, strategy="", then=""))
     try:
@@ -285,13 +280,12 @@ FEW = ("2 replicas", "3 replicas", "4 on one", "sharded over 4", "central", "ser
 
 @pytest.mark.parametrize("strategy", FEW)
 def test_one_combination_is_that_of_one_device(strategy: str) -> None:
-    """Partial batches, gradients of three that are added up, replicas without weight: what seed 73 draws."""
+    """Partial batches, accumulated gradients, replicas without weight: the options of seed 73."""
     assert not judge(replace(draw(73), strategy=strategy, examples=41, optimizer="momentum"))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("block", range(15))
 def test_random_combinations_are_those_of_one_device_or_refused(block: int) -> None:
-    """Ten seeds each; a failure shows the options of each seed that is wrong."""
     wrong = {seed: judge(draw(seed)) for seed in range(10 * block, 10 * block + 10)}
     assert not {seed: text for seed, text in wrong.items() if text}

@@ -1,4 +1,4 @@
-"""Labels, weights, precisions and lives of models of every kind: as on one device, or refused in words."""
+"""Labels, weights and precisions of every kind, and the lifetime of models."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def made(
 
 
 @pytest.mark.exhaustive
-def test_class_numbers_of_every_kind_are_the_same_labels(s4: dj.Strategy):
-    """Floats, bools, larger integers, and with a last dim of 1; one-hot ones are refused."""
+def test_class_numbers_of_every_dtype_are_labels(s4: dj.Strategy):
+    """One-hot labels are refused."""
     model, x, labels = made(s4), X[:8], Y[:8]
     expected = model.evaluate(x, labels, verbose=0)
     kinds = (np.float32, np.float64, bool, np.int64)
@@ -58,22 +58,18 @@ def test_class_numbers_of_every_kind_are_the_same_labels(s4: dj.Strategy):
 
 
 @pytest.mark.parametrize("labels", [Y.astype(np.float32), Y[:, None], np.eye(2)[Y]])
-def test_labels_that_a_loss_of_optax_cannot_take_are_refused_in_words(s4: dj.Strategy, labels: Any):
-    """Of its own errors, the dtype is said of one, and of the other two nothing that helps."""
+def test_labels_that_a_loss_of_optax_cannot_take_are_refused(s4: dj.Strategy, labels: Any):
     model = made(s4, loss=optax.softmax_cross_entropy_with_integer_labels)
     with pytest.raises(ValueError, match=r"of optax cannot take labels .*SparseCategorical"):
         model.evaluate(X, labels, batch_size=8, verbose=0)
 
 
 class Probability(Net):
-    """The probability of the second class."""
-
     def __call__(self, x: jax.Array) -> jax.Array:
         return nnx.softmax(super().__call__(x))[:, 1]
 
 
-def test_weighted_counts_and_areas_are_those_of_all_the_data(strategy: dj.Strategy):
-    """By names and by objects, with Keras's names: each answer counts with the weight of its example."""
+def test_weighted_precision_recall_and_auc(strategy: dj.Strategy):
     metrics = ["precision", "recall", dj.metrics.AUC()]
     model = made(strategy, Probability, loss="binary_crossentropy", weighted_metrics=metrics)
     logs = model.evaluate(X, Y, sample_weight=W, batch_size=8, return_dict=True, verbose=0)
@@ -88,7 +84,7 @@ def test_weighted_counts_and_areas_are_those_of_all_the_data(strategy: dj.Strate
 
 
 class Penalised(nnx.Module):
-    """Adds a penalty and the size of its hidden layer, which is for each example."""
+    """Adds a penalty, and per example the size of its hidden layer."""
 
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)
@@ -102,7 +98,7 @@ class Penalised(nnx.Module):
 
 
 class CountsRows(Net):
-    """Adds a mean over all rows, padding too."""
+    """Adds a mean over all rows, including padding."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         z = self.layer(x)
@@ -113,7 +109,6 @@ class CountsRows(Net):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_added_losses_in_half_precision(strategy: dj.Strategy, policy: str):
-    """They are those of float32 to its rounding, which is not taken for padding that was seen."""
     options: dict[str, Any] = {"batch_size": 8, "shuffle": False, "verbose": 0}
     losses = [
         made(strategy, Penalised, dtype_policy=p).fit(X, Y, **options).history["loss"][0]
@@ -124,14 +119,11 @@ def test_added_losses_in_half_precision(strategy: dj.Strategy, policy: str):
 
 @pytest.mark.exhaustive
 def test_padding_that_is_counted_is_found_in_half_precision_too(s4: dj.Strategy):
-    """A mean over the rows of a replica, which has more rows than examples."""
     with pytest.raises(dj.PaddingLeakError):
         made(s4, CountsRows, dtype_policy="mixed_float16").fit(X, Y, batch_size=8, verbose=0)
 
 
 class Own(dj.Model):
-    """A step of one's own."""
-
     def train_step(self, batch: Any) -> Any:
         x, y, _ = dj.unpack_x_y_sample_weight(batch)
 
@@ -145,8 +137,8 @@ class Own(dj.Model):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [dj.Model, Own])
-def test_a_model_that_is_gone_leaves_nothing_behind(s4: dj.Strategy, kind: type[dj.Model]):
-    """Neither its arrays nor its programs, though its strategy stays; nor do more fits of one model."""
+def test_a_deleted_model_frees_its_arrays_and_programs(s4: dj.Strategy, kind: type[dj.Model]):
+    """Though its strategy stays; more fits of one model add none."""
     gc.collect()
     before = len(jax.live_arrays())
     model = made(s4, model=kind, metrics=["accuracy"])
@@ -168,7 +160,6 @@ def test_a_model_that_is_gone_leaves_nothing_behind(s4: dj.Strategy, kind: type[
 
 @pytest.mark.exhaustive
 def test_saving_and_loading_between_dispatches_changes_nothing(s4: dj.Strategy, tmp_path: Path):
-    """With three batches in a dispatch, of which an epoch has five and a half."""
     options: dict[str, Any] = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
     plain, saved = (made(s4, steps_per_execution=3) for _ in range(2))
 
@@ -184,14 +175,11 @@ def test_saving_and_loading_between_dispatches_changes_nothing(s4: dj.Strategy, 
 
 
 class OfDict(Net):
-    """The input is an entry of a dict."""
-
     def __call__(self, x: dict[str, jax.Array]) -> Any:
         return super().__call__(x["image"])
 
 
-def test_entries_of_batches_that_are_dicts_are_named(s4: dj.Strategy):
-    """The same numbers as with tuples: of a list of batches, a dataset, and of arrays in a dict."""
+def test_x_key_and_y_key_name_entries_of_dict_batches(s4: dj.Strategy):
     keys = {"x_key": "image", "y_key": "label"}
     rows = dj.data.from_arrays({"image": X, "label": Y}).batch(8)
     wanted = made(s4).fit([(X[:8], Y[:8]), (X[8:16], Y[8:16])], verbose=0)
@@ -222,10 +210,9 @@ def test_entries_of_batches_that_are_dicts_are_named(s4: dj.Strategy):
         ([(X, Y)], {"x_key": "image"}, "a batch is a tuple. Leave them out"),
     ],
 )
-def test_batches_that_are_dicts_without_the_right_names_are_refused(
+def test_dict_batches_without_the_right_keys_are_refused(
     s2: dj.Strategy, data: Any, keys: dict[str, str], words: str
 ):
-    """Without names the module gets the dict; if it fails on it, a note says what to write."""
     with pytest.raises((ValueError, TypeError), match=words):
         made(s2).fit(data, verbose=0, **keys)
 
@@ -236,8 +223,6 @@ squared = functools.partial(made, loss="mse")
 
 
 class Tokens(nnx.Module):
-    """Logits of five classes for each token."""
-
     def __init__(self) -> None:
         self.table = nnx.Embed(5, 5, rngs=nnx.Rngs(0))
 
@@ -248,7 +233,7 @@ class Tokens(nnx.Module):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("length", [2, 3])
 def test_class_weights_and_metrics_of_flax_count_each_token(strategy: dj.Strategy, length: int):
-    """With sample weights beside, also where a replica's share is as long as a sequence."""
+    """Also if a replica's share is as long as a sequence."""
     x, y = RANDOM.integers(0, 5, size=(2, 12, length))
     of_examples = RANDOM.uniform(size=12).astype(np.float32)
     metrics = [nnx.metrics.Accuracy()]
@@ -266,8 +251,6 @@ def test_class_weights_and_metrics_of_flax_count_each_token(strategy: dj.Strateg
 
 
 class TwoHeads(nnx.Module):
-    """A dict of two outputs."""
-
     def __init__(self) -> None:
         self.a, self.b = (nnx.Linear(4, 1, rngs=nnx.Rngs(i)) for i in range(2))
 
@@ -276,8 +259,7 @@ class TwoHeads(nnx.Module):
 
 
 @pytest.mark.exhaustive
-def test_sample_weights_may_be_given_for_one_output_alone(s4: dj.Strategy):
-    """The metrics of the other output count every example."""
+def test_sample_weights_for_one_of_two_outputs(s4: dj.Strategy):
     model = squared(
         s4, TwoHeads, loss={"a": "mse", "b": "mse"}, metrics={"b": ["mae"]},
         weighted_metrics={"a": ["mae"], "b": ["mse"]},
@@ -315,8 +297,6 @@ class OfVariables(nnx.Module):
 
 
 class OfParams(nnx.Module):
-    """The same of an ``nnx.Param``."""
-
     def __init__(self) -> None:
         self.w = nnx.Param(jnp.ones((4, 1)))
 
@@ -326,8 +306,7 @@ class OfParams(nnx.Module):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_a_variable_that_says_so_is_trained(strategy: dj.Strategy, policy: str):
-    """As an ``nnx.Param`` is, accumulated too; both kinds are among the weights and can be set."""
+def test_trainable_variables_are_trained_like_params(strategy: dj.Strategy, policy: str):
     options: dict[str, Any] = {"optimizer": "adam", "gradient_accumulation_steps": 2}
     model, other = (
         squared(strategy, module, dtype_policy=policy, **options)
@@ -346,8 +325,6 @@ def test_a_variable_that_says_so_is_trained(strategy: dj.Strategy, policy: str):
 
 
 class Returning(dj.Model):
-    """A step that returns its loss."""
-
     def train_step(self, batch: Any) -> dict[str, jax.Array]:
         x, y, _ = dj.unpack_x_y_sample_weight(batch)
 
@@ -360,7 +337,7 @@ class Returning(dj.Model):
 
 
 class Stops(dj.callbacks.Callback):
-    """An interruption in the second epoch, after four of its six batches."""
+    """Interrupts the second epoch after four of its six batches."""
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if batch == 3 and self.epoch == 1:
@@ -371,10 +348,9 @@ class Stops(dj.callbacks.Callback):
 
 
 @pytest.mark.exhaustive
-def test_what_a_step_of_the_user_returned_before_an_interruption_counts(
+def test_logs_of_an_overridden_step_before_an_interruption_count(
     s4: dj.Strategy, s2: dj.Strategy, tmp_path: Path
 ):
-    """The mean of the epoch that was interrupted is that of all its steps."""
     options: dict[str, Any] = {"batch_size": 2, "epochs": 2, "verbose": 0}
     expected = squared(s4, OfParams, Returning).fit(ROWS, SUMS, **options).history["own"][1]
     backup = dj.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=2)

@@ -1,4 +1,4 @@
-"""Everyday mistakes with a model: the message says what is wrong, with what, and what to write."""
+"""Common mistakes with a model: the message says what is wrong and what to write."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def two_outputs(strategy: dj.Strategy) -> dj.Model:
 
 
 def reused() -> Iterator[dict[str, np.ndarray]]:
-    """A loader's batches, each written where the one before was."""
+    """Yields batches in the same buffers, as some loaders do."""
     batch = {"x": X[:8].copy(), "y": Y[:8].copy()}
     for labels in (Y[:8], LATE[8:], Y[:8], Y[:8]):
         batch["y"][:] = labels
@@ -137,7 +137,7 @@ WRONG: dict[str, tuple[Mistake, str]] = {
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_the_message_says_what_to_write(mistake: str, s2: dj.MirroredStrategy, tmp_path: Path):
-    """In the text or in a note, which stands last; no message holds a model or an array."""
+    """In the text or in a note; no message contains a model or an array."""
     make, words = WRONG[mistake]
     with pytest.raises((ValueError, TypeError, linen.module.errors.FlaxError)) as caught:
         make(s2, tmp_path)
@@ -148,14 +148,13 @@ def test_the_message_says_what_to_write(mistake: str, s2: dj.MirroredStrategy, t
     assert not any(part in text for part in ("Param(", "# Param", "array([")), text
 
 
-def test_weights_are_not_frozen_by_an_attribute(s2: dj.MirroredStrategy):
-    """As in Keras, where it has an effect; here ``compile`` freezes."""
+def test_setting_trainable_is_refused(s2: dj.MirroredStrategy):
     with pytest.raises(AttributeError, match=r"compile\(trainable='\^head'\)"):
         classifier(s2).trainable = False
 
 
 def test_labels_are_checked_in_every_fit_before_a_step(s2: dj.MirroredStrategy):
-    """Also where the step is compiled already; not those of ``ignore_class``. Weights do not change."""
+    """Also if the step is compiled already; those of ``ignore_class`` are not."""
     model = classifier(s2)
     model.fit(X, Y, verbose=0)
     before = model.get_weights()
@@ -168,7 +167,6 @@ def test_labels_are_checked_in_every_fit_before_a_step(s2: dj.MirroredStrategy):
 
 
 def test_a_checkpoint_of_another_optimizer_says_so(s2: dj.MirroredStrategy, tmp_path: Path):
-    """In a line; with that optimizer it is loaded, and another one goes on from its weights."""
     path = save(s2, tmp_path, weights=False)
     model = classifier(s2, optimizer="adam")
     with pytest.raises(dj.CheckpointError, match=r"another optimizer: .* first at \['optimizer'\]"):

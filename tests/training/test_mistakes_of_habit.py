@@ -1,4 +1,4 @@
-"""Calls as another library takes them: one line says what to type, in place of Python's error or silence."""
+"""Calls as in other libraries: one line says what to type, instead of Python's error or silence."""
 
 from __future__ import annotations
 
@@ -22,15 +22,11 @@ Y = X.sum(axis=1, keepdims=True)
 
 
 class Forward(nnx.Module):
-    """A module of PyTorch's habit."""
-
     def forward(self, x: Any) -> Any:
         raise AssertionError
 
 
 class Stops(dj.callbacks.Callback):
-    """Ends the training by its own attribute."""
-
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.stop_training = True
 
@@ -168,16 +164,14 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("mistake", WRONG)
-def test_the_habit_is_answered(mistake: str, s2: dj.MirroredStrategy, tmp_path: Path):
-    """In the text, or in a note that stands below it."""
+def test_the_error_says_what_to_type(mistake: str, s2: dj.MirroredStrategy, tmp_path: Path):
     make, words = WRONG[mistake]
     with pytest.raises((ValueError, TypeError, AttributeError)) as caught:
         make(s2, tmp_path)
     caught.match(words)
 
 
-def test_a_batch_of_one_row_for_each_replica_is_not_taken_for_such_a_value(s2: dj.MirroredStrategy):
-    """The step fails for another reason, and a distributed batch is divided."""
+def test_a_batch_of_one_row_per_replica_is_not_mistaken_for_pmaps_layout(s2: dj.MirroredStrategy):
     (batch,) = dataset(s2, X[:2])
     with pytest.raises(AttributeError) as caught:
         s2.run(lambda x: x.absent, args=(batch,))
@@ -185,7 +179,6 @@ def test_a_batch_of_one_row_for_each_replica_is_not_taken_for_such_a_value(s2: d
 
 
 def test_the_traceback_of_a_wrong_keyword_ends_at_the_call():
-    """Without Python's own error above it, which says less."""
     with pytest.raises(dj.ArgumentTypeError) as caught:
         ANY.MirroredStrategy(device=[])
     assert caught.traceback[-1].path == Path(__file__)
@@ -193,22 +186,18 @@ def test_the_traceback_of_a_wrong_keyword_ends_at_the_call():
 
 
 def test_a_schedule_of_optax_sets_the_rate(s2: dj.MirroredStrategy):
-    """It returns an array without dims, which is a number."""
     schedule = optax.cosine_decay_schedule(0.5, 10)
     history = fit(s2, [dj.callbacks.LearningRateScheduler(schedule)])
     assert history.history["learning_rate"] == [0.5]
 
 
 def test_a_rate_is_a_float(s2: dj.MirroredStrategy):
-    """Also for JAX, which computes with it."""
     rate = model(s2).learning_rate
     assert isinstance(rate, float)
     assert jnp.asarray(rate).dtype == jnp.float32
 
 
-def test_right_calls_that_look_alike_pass(s2: dj.MirroredStrategy):
-    """A TypeError of the user's function is not taken for one of the call; class numbers may be floats."""
-
+def test_similar_correct_calls_pass(s2: dj.MirroredStrategy):
     def step(x: Any) -> Any:
         raise TypeError("of the step")
 
@@ -222,8 +211,6 @@ def test_right_calls_that_look_alike_pass(s2: dj.MirroredStrategy):
 
 
 def test_a_linen_module_may_require_its_mode(s2: dj.MirroredStrategy):
-    """As ``train`` in many programs: it is False where the weights are made, and in evaluation."""
-
     class Net(linen.Module):
         @linen.compact
         def __call__(self, x: Any, train: bool) -> Any:
@@ -242,7 +229,6 @@ def test_a_linen_module_may_require_its_mode(s2: dj.MirroredStrategy):
     "kind", [dj.Model, dj.losses.Loss, dj.metrics.Mean, dj.callbacks.EarlyStopping]
 )
 def test_a_subclass_that_forgets_super_is_told_to_call_it(kind: type):
-    """An attribute that the base's ``__init__`` would have set says so; any other absent one does not."""
     instance = type("Mine", (kind,), {"__init__": lambda self: None})()
     attributes = {dj.Model: "module", dj.losses.Loss: "name", dj.metrics.Mean: "argname"}
     attribute = attributes.get(kind, "monitor")
@@ -254,7 +240,6 @@ def test_a_subclass_that_forgets_super_is_told_to_call_it(kind: type):
         instance.absent  # noqa: B018
 
 
-def test_a_column_of_objects_is_refused_with_what_makes_it_numbers(s2: dj.MirroredStrategy):
-    """The arrays that tables with texts, dates or missing values become."""
+def test_arrays_of_dtype_object_are_refused(s2: dj.MirroredStrategy):
     with pytest.raises(ValueError, match=r"dtype object\. Encode texts.*to_numpy\(.float32.\)"):
         fit(s2, y=Y.astype(object))

@@ -1,4 +1,4 @@
-"""Everyday mistakes of those who come from Keras, Flax or Lightning: an error, or one line that is logged."""
+"""Common mistakes of users of Keras, Flax or Lightning: an error, or one logged line."""
 
 from __future__ import annotations
 
@@ -64,8 +64,6 @@ def entered(strategy: dj.Strategy) -> None:
 
 
 class OfEpoch(dj.callbacks.Callback):
-    """A hook without logs."""
-
     def on_epoch_end(self, epoch: int) -> None:  # type: ignore[override]
         raise AssertionError
 
@@ -131,21 +129,18 @@ RAISED: dict[str, tuple[Callable[[dj.Strategy, Path], Any], str]] = {
 
 @pytest.mark.parametrize("mistake", RAISED)
 def test_the_error_says_what_to_write(mistake: str, s2: dj.MirroredStrategy, tmp_path: Path):
-    """Where a newcomer got an error of optax, of Python or of nobody."""
     make, words = RAISED[mistake]
     with pytest.raises((ValueError, AttributeError, RuntimeError), match=words):
         make(s2, tmp_path)
 
 
 class Silent(dj.Model):
-    """A step that trains nothing."""
-
     def train_step(self, batch: Any) -> Any:
         return {"loss": dj.compute_average_loss((self.module(batch[0]) - batch[1])[:, 0] ** 2)}
 
 
 class Reporting(dj.Model):
-    """A step that reports a mean over its share, beside a loss that is right."""
+    """Reports a mean over its share, beside a correct loss."""
 
     def train_step(self, batch: Any) -> Any:
         x, y = batch
@@ -159,8 +154,6 @@ class Reporting(dj.Model):
 
 
 class Typo(dj.callbacks.Callback):
-    """A hook that there is not."""
-
     def on_epoch_finish(self, epoch: int, logs: Any = None) -> None:
         raise AssertionError
 
@@ -187,7 +180,7 @@ def adds(strategy: dj.Strategy) -> None:
 
 
 def forgets(strategy: dj.Strategy) -> None:
-    """Changes a dict that it got, and returns nothing."""
+    """Changes a dict that was passed, and returns nothing."""
     (batch,) = strategy.distribute_dataset([X])
 
     def step(params: Any, x: Any) -> None:
@@ -198,7 +191,7 @@ def forgets(strategy: dj.Strategy) -> None:
 
 
 def of_another(strategy: dj.Strategy) -> None:
-    """Differentiates by an argument that the loss does not call."""
+    """Differentiates with respect to an argument that the loss does not use."""
     with strategy.scope():
         module = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
         optimizer = dj.Optimizer(module, optax.sgd(0.1))
@@ -211,7 +204,7 @@ def of_another(strategy: dj.Strategy) -> None:
 
 
 def of_share(strategy: dj.Strategy, size: int | None = 8) -> None:
-    """Divides by the batch of one replica what ``dj.Optimizer`` sums."""
+    """Divides by the batch of one replica, although ``dj.Optimizer`` sums."""
     with strategy.scope():
         module = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
         optimizer = dj.Optimizer(module, optax.sgd(0.1))
@@ -224,7 +217,7 @@ def of_share(strategy: dj.Strategy, size: int | None = 8) -> None:
 
 
 def drops(strategy: dj.Strategy, returned: bool = False) -> None:
-    """Computes new weights, and may return them."""
+    """Computes new weights, and returns them only if ``returned``."""
     (batch,) = strategy.distribute_dataset([X])
 
     def step(w: Any, x: Any) -> Any:
@@ -275,13 +268,12 @@ LOGGED: dict[str, tuple[Callable[[dj.Strategy], Any], str]] = {
 
 
 @pytest.mark.parametrize("mistake", LOGGED)
-def test_what_was_silent_is_logged_or_warned_of(
+def test_silent_mistakes_are_logged_once(
     mistake: str,
     s2: dj.MirroredStrategy,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Once; the same written rightly logs nothing."""
     monkeypatch.setattr(_user_frames, "_logged", set())
     make, words = LOGGED[mistake]
     with warnings.catch_warnings(record=True) as caught:
@@ -292,7 +284,7 @@ def test_what_was_silent_is_logged_or_warned_of(
 
 
 def test_an_object_with_a_length_and_items_ends(s2: dj.MirroredStrategy):
-    """As a Dataset of PyTorch that slices arrays, which raises no IndexError."""
+    """Like a PyTorch Dataset that slices arrays, which raises no IndexError."""
 
     class Slices:
         def __len__(self) -> int:
@@ -305,10 +297,9 @@ def test_an_object_with_a_length_and_items_ends(s2: dj.MirroredStrategy):
     assert shapes == [(4, 3), (4, 3)]
 
 
-def test_a_partial_batch_of_a_batch_norm_is_refused_by_the_step_not_by_its_replay(
+def test_replay_steps_leaves_the_refusal_of_a_partial_batch_to_the_step(
     s2: dj.MirroredStrategy,
 ):
-    """The message names the layer, and not two hashes."""
     with s2.scope():
         made = dj.Model(nnx.BatchNorm(3, axis_name="data", rngs=nnx.Rngs(0)))
     made.compile("sgd", "mse")

@@ -25,7 +25,7 @@ def made(strategy: dj.Strategy, **options: Any) -> dj.Model:
 
 
 def by_hand(w: float, updates: int, overwrite: int | None = None) -> list[tuple[float, float]]:
-    """Returns weight and average as Keras has them, after each of the updates with all examples."""
+    """Returns weight and average after each update, as Keras computes them."""
     pairs, average = [], w
     for update in range(1, updates + 1):
         w -= 0.5 * float(np.mean(2 * (w * X - Y) * X))
@@ -49,8 +49,7 @@ def fitted(model: dj.Model, swap: Any, epochs: int = 3, **options: Any) -> tuple
     return history.history, seen
 
 
-def test_validation_and_the_end_of_fit_have_keras_average(s2: dj.Strategy):
-    """Validated is the average, callbacks see the raw weight, and the last weight is the average."""
+def test_validation_and_the_end_of_fit_use_the_average(s2: dj.Strategy):
     model, swap = made(s2), dj.callbacks.SwapEMAWeights()
     pairs = by_hand(weight(model), 3)
     history, seen = fitted(model, swap, validation_data=(X, Y))
@@ -66,7 +65,6 @@ def test_validation_and_the_end_of_fit_have_keras_average(s2: dj.Strategy):
 
 
 def test_wrong_arguments_of_averages_are_refused():
-    """A momentum above 1, a frequency of 0, another optimizer, and the callback without an average."""
     model = made(dj.OneDeviceStrategy("cpu:0"))
     optimizer = dj.Optimizer(model.module, optax.sgd(0.1))
     for wrong, name in (
@@ -86,7 +84,6 @@ def test_wrong_arguments_of_averages_are_refused():
 def test_averages_overwrite_weights_and_are_saved(
     s4: dj.Strategy, overwrite: int | None, tmp_path: Path
 ):
-    """Weights after each update as Keras's; what one device loads goes on as what 4 replicas saved."""
     model = made(s4, ema_overwrite_frequency=overwrite)
     pairs = by_hand(weight(model), 3, overwrite)
     _, seen = fitted(model, dj.callbacks.SwapEMAWeights(swap_on_epoch=True))
@@ -104,8 +101,6 @@ def test_averages_overwrite_weights_and_are_saved(
 def test_a_training_with_averages_resumes_to_the_same_bits(
     s2: dj.Strategy, on_epoch: bool, tmp_path: Path
 ):
-    """Interrupted after each epoch, also the last; the backup is written with either weights."""
-
     def interrupt(epoch: int, logs: Any) -> None:
         raise InterruptedError
 
@@ -126,8 +121,7 @@ def test_a_training_with_averages_resumes_to_the_same_bits(
 
 
 @pytest.mark.exhaustive
-def test_averages_of_two_bytes(s2: dj.Strategy):
-    """Weights in bfloat16 have averages in bfloat16, and stay so when they are overwritten."""
+def test_averages_of_bfloat16_weights(s2: dj.Strategy):
     with s2.scope():
         half = dj.Model(nnx.Linear(1, 1, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     half.compile("adam", "mse", use_ema=True, ema_overwrite_frequency=2)

@@ -1,4 +1,4 @@
-"""Metrics by Keras's names: which formula, under which name."""
+"""Metrics by Keras's names: the formula of each."""
 
 from __future__ import annotations
 
@@ -45,14 +45,13 @@ CASES: dict[str, tuple[str, Any, Any, Any, list[float]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_name_is_a_formula_with_one_value_for_each_example(case: str):
+def test_a_name_is_a_formula_with_one_value_per_example(case: str):
     name, loss, y_true, y_pred, wanted = CASES[case]
     value = per_example(name, loss, y_true, y_pred)
     np.testing.assert_allclose(value(y_true, y_pred), wanted, rtol=1e-6, atol=1e-7)
 
 
-def test_times_are_separate_values():
-    """Labels (batch, time) and predictions (batch, time, classes) give (batch, time)."""
+def test_a_time_dim_is_kept():
     y_true, y_pred = IDS.reshape(2, 2), SCORES.reshape(2, 2, 7)
     for name in ("accuracy", "sparse_top_k_categorical_accuracy"):
         assert per_example(name, None, y_true, y_pred)(y_true, y_pred).shape == (2, 2)
@@ -95,6 +94,6 @@ def test_a_mean_over_the_batch_is_refused():
         value(BITS, SURE)
 
 
-def test_accuracy_of_a_nest_is_refused():
+def test_accuracy_of_a_pytree_is_refused():
     with pytest.raises(dj.ArgumentError, match="depends on the shapes"):
         per_example("accuracy", None, {"a": BITS}, SURE)

@@ -1,4 +1,4 @@
-"""The optimizer that sums gradients over the replicas by itself."""
+"""``dj.Optimizer``, which sums gradients over the replicas."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ class Net(nnx.Module):
 
 
 def batches() -> list[tuple[np.ndarray, np.ndarray]]:
-    """Three batches, the last one partial."""
     rng = np.random.default_rng(0)
     return [
         (rng.normal(size=(n, 3)).astype("f4"), rng.normal(size=(n, 2)).astype("f4"))
@@ -45,7 +44,7 @@ def batches() -> list[tuple[np.ndarray, np.ndarray]]:
 def trained(
     strategy: dj.Strategy, make: Callable[..., Any], *, explicit: bool
 ) -> dict[str, list[Any]]:
-    """Trains a model with each transformation; gives parameters and optimizer state of each."""
+    """Trains a model with each transformation; returns parameters and optimizer state of each."""
     with strategy.scope():
         models = {name: Net(nnx.Rngs(0)) for name in TRANSFORMS}
         optimizers = {name: make(models[name], tx()) for name, tx in TRANSFORMS.items()}
@@ -75,12 +74,11 @@ def trained(
 
 @functools.cache
 def on_one_device() -> dict[str, list[Any]]:
-    """The reference, computed once for each process."""
     return trained(dj.OneDeviceStrategy("cpu:0"), dj.Optimizer, explicit=False)
 
 
 def test_it_equals_an_explicit_sum_and_one_device(strategy: dj.Strategy):
-    """Bit for bit the explicit all_reduce before nnx.Optimizer, and one device to rounding."""
+    """Bitwise the explicit sum, and to rounding one device."""
     usual = functools.partial(nnx.Optimizer, wrt=nnx.Param)
     ours = trained(strategy, dj.Optimizer, explicit=False)
     theirs = trained(strategy, usual, explicit=True)
@@ -105,7 +103,6 @@ def _step_with(optimizer: Any, model: Any, *, reduce: bool, skip: bool) -> Calla
 
 
 def test_gradients_that_were_summed_already_are_refused(strategy: dj.Strategy):
-    """Summed twice they would be N times too large; with one replica there is nothing to sum."""
     with strategy.scope():
         model = Net(nnx.Rngs(0))
         optimizer = dj.Optimizer(model, optax.sgd(0.1))
@@ -123,7 +120,6 @@ def test_gradients_that_were_summed_already_are_refused(strategy: dj.Strategy):
 
 
 def test_unreduced_gradients_with_skip_are_refused(s2: dj.MirroredStrategy):
-    """Skipping the sum where it is needed ends in the usual error about drifting weights."""
     with s2.scope():
         model = Net(nnx.Rngs(0))
         optimizer = dj.Optimizer(model, optax.sgd(0.1))
@@ -134,7 +130,7 @@ def test_unreduced_gradients_with_skip_are_refused(s2: dj.MirroredStrategy):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
 def test_gradients_of_frozen_weights_are_zeros_and_are_summed(strategy: dj.Strategy, wrap: Any):
-    """Zeros are equal on every replica, and so is their sum; another constant is counted N times."""
+    """Zeros are equal on every replica, and so is their sum; another constant would be counted N times."""
     with strategy.scope():
         model = Net(nnx.Rngs(0))
         optimizer = dj.Optimizer(model, optax.sgd(0.1))
@@ -160,8 +156,7 @@ def test_gradients_of_frozen_weights_are_zeros_and_are_summed(strategy: dj.Strat
             strategy.run(step, args=(*batch, True))
 
 
-def test_outside_of_run_it_is_plain(s2: dj.MirroredStrategy):
-    """Without replicas an update is that of nnx.Optimizer."""
+def test_outside_run_it_equals_nnx_optimizer(s2: dj.MirroredStrategy):
     model, twin = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
     ours, theirs = (
         dj.Optimizer(model, optax.sgd(0.1)),
@@ -174,8 +169,7 @@ def test_outside_of_run_it_is_plain(s2: dj.MirroredStrategy):
 
 
 @pytest.mark.parametrize("wrap", ["scan", "jit"])
-def test_it_works_inside_transformations(s2: dj.MirroredStrategy, wrap: str):
-    """Gradients accumulated over micro-batches, or computed under jit, are judged at the end."""
+def test_gradients_from_scan_and_jit_are_summed(s2: dj.MirroredStrategy, wrap: str):
     with s2.scope():
         model = Net(nnx.Rngs(0))
         optimizer = dj.Optimizer(model, optax.sgd(0.1))

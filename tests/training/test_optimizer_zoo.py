@@ -1,4 +1,4 @@
-"""Transformations of optax, and Keras's optimizers by name."""
+"""Optax's transformations, and Keras's optimizers by name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def loss(model: Any, x: Any, y: Any) -> Any:
 
 
 def trained(strategy: dj.Strategy) -> dict[str, Any]:
-    """Trains a layer by each transformation, in one step, on two full batches and a partial one."""
+    """Trains a layer with each transformation, in one step, on two full batches and a partial one."""
     with strategy.scope():
         models = {name: nnx.Linear(16, 64, rngs=nnx.Rngs(0)) for name in ZOO}
         pairs = [(models[name], dj.Optimizer(models[name], make())) for name, make in ZOO.items()]
@@ -70,7 +70,7 @@ def on_one_device() -> dict[str, Any]:
     ids=["replicas_per_device", "shard_optimizer_state", "FullyShardedStrategy"],
 )
 def test_transformations_train_as_on_one_device(layout: Any, on_one_device: dict[str, Any]):
-    """A norm, a factor or an average over all of an array is that of the array, not of a device's part."""
+    """A norm, factor or average over an array is that of the global array, not of a shard."""
     make, options = layout
     result = trained(make(range(2), **options))
     for name, state in on_one_device.items():
@@ -94,7 +94,6 @@ def model_of(strategy: dj.Strategy, optimizer: Any, **options: Any) -> dj.Model:
 def test_a_transformation_that_needs_more_than_gradients_is_refused(
     s2: dj.Strategy, options: dict[str, Any]
 ):
-    """The error says what to use in fit; nothing is trained."""
     model = model_of(s2, optax.lbfgs(), **options)
     before = model.get_weights()
     with pytest.raises(ValueError, match=r"'value_fn'.*linesearch=None.*ReduceLROnPlateau"):
@@ -103,8 +102,7 @@ def test_a_transformation_that_needs_more_than_gradients_is_refused(
 
 
 @pytest.mark.exhaustive
-def test_what_the_messages_name_works(s4: dj.Strategy):
-    """L-BFGS without a line search, and a rate that a callback lowers."""
+def test_the_suggestions_of_the_messages_work(s4: dj.Strategy):
     options: dict[str, Any] = {"batch_size": 12, "epochs": 8, "verbose": 0}
     searched = model_of(s4, optax.lbfgs(learning_rate=0.1, linesearch=None)).fit(
         LINE, SLOPE, **options
@@ -117,8 +115,7 @@ def test_what_the_messages_name_works(s4: dj.Strategy):
 
 
 @pytest.mark.exhaustive
-def test_multi_steps_are_accumulated_gradients(strategy: dj.Strategy):
-    """optax's way, as the object or the transformation, moves the weights as ours does."""
+def test_multi_steps_equal_accumulated_gradients(strategy: dj.Strategy):
     sgd, steps = optax.sgd(0.1, momentum=0.9), optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2)
     models = [
         model_of(strategy, steps),
@@ -154,7 +151,7 @@ MOVED = {
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MOVED)
 def test_a_name_moves_the_weights_as_keras_does(name: str):
-    """Gradients of 1e-3, for which the place of epsilon in Adam is 3% of an update."""
+    """With gradients of 1e-3 the place of epsilon in Adam is 3% of an update."""
     tx, weights = optimizer(name), jnp.asarray(WEIGHTS)
     state = tx.init(weights)
     for gradient in GRADIENTS:
@@ -177,6 +174,6 @@ def test_a_transformation_without_a_rate_is_returned_and_a_name_is_looked_up_in_
 
 
 @pytest.mark.parametrize("identifier", [None, 0.1, optax.adam])
-def test_what_is_no_optimizer_is_refused(identifier: Any):
+def test_other_objects_are_refused(identifier: Any):
     with pytest.raises(dj.ArgumentError, match=r"optax.adam\(1e-3\).* adagrad, adam, adamax"):
         optimizer(identifier)

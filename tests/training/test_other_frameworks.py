@@ -24,7 +24,7 @@ Y = X.sum(axis=1, keepdims=True)
 
 
 def instance(module: str, *names: str, **members: Any) -> Any:
-    """Returns an object of a class of that module, by the names of the class and of its bases."""
+    """Returns an object of a class with this module, and these names of the class and its bases."""
     cls: type = object
     for name in reversed(names):
         cls = type(name, (cls,), {"__module__": module, "__call__": lambda *_: 0, **members})
@@ -32,7 +32,6 @@ def instance(module: str, *names: str, **members: Any) -> Any:
 
 
 def function(module: str, body: str) -> Callable[[Any], Any]:
-    """Returns a function of that module."""
     scope: dict[str, Any] = {"__name__": module, "np": np}
     exec(f"def relu(x): {body}", scope)
     return scope["relu"]  # type: ignore[no-any-return]
@@ -58,8 +57,6 @@ compiled._torchdynamo_orig_callable = compiled  # type: ignore[attr-defined]
 
 
 class Net(nnx.Module):
-    """Has a part of another framework."""
-
     def __init__(self, part: Any) -> None:
         self.part = part
 
@@ -68,7 +65,7 @@ class Net(nnx.Module):
 
 
 class Outer(nnx.Module):
-    """Calls a layer of Flax as those of other frameworks are called."""
+    """Calls a layer of Flax as other frameworks are called."""
 
     def __init__(self, method: str, *keywords: str) -> None:
         self.inner = Net(0)
@@ -136,8 +133,8 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("mistake", WRONG)
-def test_it_is_answered(mistake: str, s2: dj.MirroredStrategy):
-    """In the text, or in a note below it, and never by the other framework alone."""
+def test_the_error_names_the_replacement(mistake: str, s2: dj.MirroredStrategy):
+    """In the text, or in a note below it."""
     make, words = WRONG[mistake]
     with pytest.raises((ValueError, TypeError, AttributeError)) as caught:
         make(s2)
@@ -145,7 +142,7 @@ def test_it_is_answered(mistake: str, s2: dj.MirroredStrategy):
 
 
 def test_a_mistake_of_the_user_is_not_blamed_on_a_framework(s2: dj.MirroredStrategy):
-    """Where a framework's function has only called the user's, as a decorator does."""
+    """If a framework's function only called the user's, as a decorator does."""
 
     def step(x: Any) -> Any:
         raise TypeError("of the step")
@@ -156,8 +153,7 @@ def test_a_mistake_of_the_user_is_not_blamed_on_a_framework(s2: dj.MirroredStrat
         run(s2, scope["wrapped"])
 
 
-def test_what_computes_with_jax_is_taken(s2: dj.MirroredStrategy, monkeypatch: Any):
-    """A loss of Keras with JAX's backend; without it, the same object is refused."""
+def test_a_keras_loss_with_the_jax_backend_is_accepted(s2: dj.MirroredStrategy, monkeypatch: Any):
     loss = instance(KERAS, "Mine", "Loss", __call__=lambda _, y, p: jnp.square(y - p).mean(-1))
     with pytest.raises(ValueError, match=r"Mine of Keras \(instead: dj.losses.Loss\)"):
         fit(s2, loss=loss)
@@ -165,8 +161,7 @@ def test_what_computes_with_jax_is_taken(s2: dj.MirroredStrategy, monkeypatch: A
     assert fit(s2, loss=loss)["loss"] == pytest.approx(fit(s2)["loss"])
 
 
-def test_a_step_in_a_graph_of_tensorflow_is_refused(s2: dj.MirroredStrategy, monkeypatch: Any):
-    """As ``@tf.function`` around a distributed step, where the program could not run."""
+def test_a_step_inside_a_tf_function_is_refused(s2: dj.MirroredStrategy, monkeypatch: Any):
     graph = SimpleNamespace(executing_eagerly=lambda: False)
     dataset = s2.distribute_dataset([X])
     monkeypatch.setitem(sys.modules, "tensorflow", graph)
@@ -175,8 +170,7 @@ def test_a_step_in_a_graph_of_tensorflow_is_refused(s2: dj.MirroredStrategy, mon
             call()
 
 
-def test_a_reduction_of_tensorflow_is_taken(s2: dj.MirroredStrategy):
-    """``tf.distribute.ReduceOp.SUM``, an enum of the same name; another enum is refused."""
+def test_tensorflows_reduce_op_is_accepted(s2: dj.MirroredStrategy):
     values = run(s2, lambda x: x.sum())
     total: Any = enum.Enum("ReduceOpV2", ["SUM"])["SUM"]
     assert float(s2.reduce(total, values, axis=None)) == pytest.approx(X.sum(), rel=1e-5)
@@ -185,7 +179,7 @@ def test_a_reduction_of_tensorflow_is_taken(s2: dj.MirroredStrategy):
 
 
 class Batches:
-    """A dataset of Keras, which reverses its order after each epoch."""
+    """A Keras ``PyDataset``, which reverses its order after each epoch."""
 
     order = range(2)
 
@@ -199,8 +193,7 @@ class Batches:
         self.order = self.order[::-1]
 
 
-def test_a_dataset_hears_of_the_end_of_an_epoch(s2: dj.MirroredStrategy):
-    """As Keras's ``PyDataset``, which shuffles there."""
+def test_on_epoch_end_of_a_dataset_is_called(s2: dj.MirroredStrategy):
     dataset = s2.distribute_dataset(Batches())
     first, second = ([np.asarray(s2.gather(x, 0)) for x, _ in dataset] for _ in range(2))
     assert np.array_equal(np.concatenate(first), X)
@@ -208,7 +201,6 @@ def test_a_dataset_hears_of_the_end_of_an_epoch(s2: dj.MirroredStrategy):
 
 
 def test_tables_and_tensors_are_arrays():
-    """``from_arrays`` takes what NumPy can read."""
     table = SimpleNamespace(shape=(16, 3))
     column: Any = type(
         "Column", (), {"shape": (16,), "__array__": lambda self, *_, **__: Y[:, 0]}
@@ -220,7 +212,6 @@ def test_tables_and_tensors_are_arrays():
 
 
 def test_class_weights_may_be_a_series(s2: dj.MirroredStrategy):
-    """Anything with ``items`` weighs as a dict does; a list is told how to become one."""
     loss = dj.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     def losses(weights: Any) -> Any:

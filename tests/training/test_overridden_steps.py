@@ -1,4 +1,4 @@
-"""``test_step`` and ``predict_step`` of a model's subclass."""
+"""Overridden ``test_step`` and ``predict_step``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Y = X.sum(axis=1, keepdims=True)
 
 
 class Signed(dj.Model):
-    """Reports the mean error with its sign, and predicts signs."""
+    """Reports the signed mean error, and predicts signs."""
 
     def test_step(self, batch: Any) -> Any:
         x, y, _ = dj.unpack_x_y_sample_weight(batch)
@@ -29,15 +29,14 @@ class Signed(dj.Model):
 
 
 class Alone(dj.Model):
-    """Reports no dict."""
+    """Returns an array instead of a dict."""
 
     def test_step(self, batch: Any) -> Any:
         return jnp.zeros(())
 
 
 def test_steps_for_evaluation_and_prediction(s4: dj.Strategy):
-    """Numbers and outputs of all 11 examples, beside the loss; in ``fit`` those of the validation. What the
-    step has summed already is not summed again."""
+    """Parts are summed over the replicas; values that the step has summed are not summed again."""
     with s4.scope():
         model = Signed(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
         wrong = Alone(model.module)

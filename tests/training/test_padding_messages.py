@@ -1,4 +1,4 @@
-"""Metrics that would count the padding of a partial batch: named, with the way to mend each."""
+"""Metrics that would count the padding of a partial batch are named, with a remedy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ X = np.arange(1.0, 15.0, dtype=np.float32).reshape(14, 1)
 
 
 class Sum(nnx.Metric):
-    """The sum of the predictions; knows nothing of masks."""
-
     def __init__(self) -> None:
         self.total = nnx.metrics.MetricState(jnp.zeros(()))
 
@@ -32,8 +30,6 @@ class Sum(nnx.Metric):
 
 
 class MaskedSum(Sum):
-    """As the message says."""
-
     def update(self, *, y_pred: Any, mask: Any = None, **_: Any) -> None:
         self.total[...] += (y_pred if mask is None else jnp.where(mask, y_pred, 0)).sum()
 
@@ -47,7 +43,6 @@ def made(strategy: dj.Strategy, *metrics: Any) -> dj.Model:
 
 @pytest.mark.parametrize("called", ["fit", "evaluate"])
 def test_a_metric_without_a_mask_is_named_with_its_remedy(s4: dj.Strategy, called: str):
-    """The ones that leave padding out are not named."""
     metrics = [nnx.metrics.Welford("y_pred"), Sum(), dj.metrics.Average("y_pred"), MaskedSum()]
     model = made(s4, *metrics)
     with pytest.raises(dj.PaddingLeakError) as caught:
@@ -62,7 +57,6 @@ def test_a_metric_without_a_mask_is_named_with_its_remedy(s4: dj.Strategy, calle
 
 @pytest.mark.exhaustive
 def test_the_remedies_give_the_numbers_of_the_real_examples(strategy: dj.Strategy):
-    """dj's metric of the same name, and an own one that takes mask=."""
     model = made(strategy, dj.metrics.Welford("y_pred"), MaskedSum())
     logs = model.evaluate(X, X, batch_size=8, return_dict=True, verbose=0)
     rows = model.predict(X, verbose=0)

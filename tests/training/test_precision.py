@@ -1,4 +1,4 @@
-"""Mixed precision and accumulated gradients: against one device, against float32, and by hand."""
+"""Mixed precision and gradient accumulation."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ Y = (X @ np.array([[1.0], [-2.0], [0.5]], np.float32)).astype(np.float32)
 
 
 class Net(nnx.Module):
-    """Two layers that say in which dtype they computed."""
-
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)
         self.first, self.last = nnx.Linear(3, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
@@ -47,7 +45,6 @@ def fit(model: dj.Model, **options: Any) -> list[float]:
 
 @pytest.mark.exhaustive
 def test_accumulated_gradients_are_those_of_the_larger_batch(strategy: dj.Strategy):
-    """Six batches of 4 by three are two updates of 12, with Adam and clipping."""
     options = {"optimizer": optax.adam(0.1), "clip_global_norm": 0.5}
     small = made(strategy, gradient_accumulation_steps=3, **options)
     large = made(strategy, **options)
@@ -58,8 +55,7 @@ def test_accumulated_gradients_are_those_of_the_larger_batch(strategy: dj.Strate
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_nothing_is_sent_until_the_update(s4: dj.MirroredStrategy):
-    """The only reductions of gradients stand in the branch of the update."""
+def test_gradients_are_reduced_only_in_the_branch_of_the_update(s4: dj.MirroredStrategy):
     model = made(s4, gradient_accumulation_steps=3)
     fit(model)
     (program,) = s4._runner.cache.programs.values()
@@ -70,10 +66,10 @@ def test_nothing_is_sent_until_the_update(s4: dj.MirroredStrategy):
 
 
 @pytest.mark.exhaustive
-def test_what_a_replica_has_added_up_is_part_of_a_checkpoint(
+def test_accumulated_gradients_are_part_of_a_checkpoint(
     s2: dj.MirroredStrategy, s4: dj.MirroredStrategy, tmp_path: Any
 ):
-    """Saved between two updates under four replicas, it goes on under two to the same weights."""
+    """Saved between two updates on four replicas, it continues on two to the same weights."""
     options: dict[str, Any] = {"gradient_accumulation_steps": 2}
     whole, half, other = made(s4, **options), made(s4, **options), made(s2, **options)
     for model, first, last in ((whole, 0, 16), (half, 0, 12)):
@@ -88,10 +84,9 @@ def test_what_a_replica_has_added_up_is_part_of_a_checkpoint(
 @pytest.mark.parametrize(
     "policy", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.exhaustive)]
 )
-def test_mixed_precision_computes_in_few_bits_and_keeps_float32_weights(
+def test_mixed_precision_computes_in_half_precision_with_float32_weights(
     s4: dj.MirroredStrategy, policy: str
 ):
-    """The products are of the policy's dtype, the weights float32, and the loss is near float32's."""
     model, exact = made(s4, dtype_policy=policy), made(s4)
     losses, expected = fit(model, epochs=2), fit(exact, epochs=2)
     np.testing.assert_allclose(losses, expected, rtol=2e-2)
@@ -107,7 +102,6 @@ def test_mixed_precision_computes_in_few_bits_and_keeps_float32_weights(
 
 
 def test_an_overflow_is_skipped_and_halves_the_scale(strategy: dj.Strategy):
-    """One batch with huge targets: weights, optimizer and step stay; the next batch trains on."""
     model = made(strategy, dtype_policy="mixed_float16")
     before = model.get_weights()
     model.train_on_batch(X[:4] * 1e4, Y[:4] * 1e8)
@@ -121,7 +115,6 @@ def test_an_overflow_is_skipped_and_halves_the_scale(strategy: dj.Strategy):
 
 
 def test_the_scale_doubles_after_many_good_updates():
-    """After 2,000 of them, as in Keras; a fixed scale stays."""
     optimizer = dj.Optimizer(Net(), optax.sgd(0.1), loss_scale="dynamic")
     optimizer.loss_scale.good_steps[...] = jnp.asarray(1999, jnp.int32)
     optimizer.loss_scale.adjust(jnp.asarray(True))
@@ -132,8 +125,7 @@ def test_the_scale_doubles_after_many_good_updates():
     assert float(fixed.loss_scale.scale[...]) == 8.0
 
 
-def test_a_loop_of_the_user_has_all_of_it(strategy: dj.Strategy):
-    """Policy, scaled loss and accumulation in a step for run: near the float32 loop's weights."""
+def test_policy_scaling_and_accumulation_in_a_users_loop(strategy: dj.Strategy):
     nets = []
     for policy, scale in ((dj.DTypePolicy("mixed_float16"), 128.0), (dj.DTypePolicy(), None)):
         with strategy.scope():
@@ -161,7 +153,6 @@ def test_a_loop_of_the_user_has_all_of_it(strategy: dj.Strategy):
 
 
 def test_unknown_options_are_refused():
-    """Each message names the option."""
     cases: list[tuple[dict[str, Any], str]] = [
         ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps"),
         ({"clip_global_norm": 0}, "clip_global_norm"),

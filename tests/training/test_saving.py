@@ -1,4 +1,4 @@
-"""What a model saves and loads, also of plain Flax programs; ``SidecarEvaluator``, ``DatasetCreator``."""
+"""Saving and loading models, also from plain Flax programs; ``SidecarEvaluator``, ``DatasetCreator``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ Y = np.zeros((8, 1), np.float32)
 
 
 class Scale(nnx.Module):
-    """y = w * x."""
-
     def __init__(self) -> None:
         self.w = nnx.Param(jnp.ones((1,)))
 
@@ -38,8 +36,7 @@ def made(devices: list[int]) -> dj.Model:
     return model
 
 
-def test_a_model_goes_on_under_another_strategy(tmp_path: Path):
-    """Saved after one step on two replicas: w 0.49, step 1, and the next loss is 6.12255 everywhere."""
+def test_a_saved_model_continues_under_another_strategy(tmp_path: Path):
     model = made([0, 1])
     model.fit(X, Y, batch_size=8, verbose=0)
     model.save(tmp_path / "saved")
@@ -52,8 +49,8 @@ def test_a_model_goes_on_under_another_strategy(tmp_path: Path):
         assert history.history["loss"] == pytest.approx([6.12255])
 
 
-def test_weights_alone_and_what_does_not_fit(tmp_path: Path):
-    """save_weights leaves the optimizer out; another module's weights are refused, all listed."""
+def test_save_weights_leaves_the_optimizer_out(tmp_path: Path):
+    """Weights of another module are refused, with a list."""
     model, other = made([0, 1]), made([0, 1, 2, 3])
     model.fit(X, Y, batch_size=8, verbose=0)
     model.save_weights(tmp_path / "weights")
@@ -69,8 +66,6 @@ def test_weights_alone_and_what_does_not_fit(tmp_path: Path):
 
 
 class Drops(nnx.Module):
-    """Two layers with dropout between."""
-
     def __init__(self) -> None:
         rngs = nnx.Rngs(0, dropout=1)
         self.a, self.b = nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
@@ -82,10 +77,10 @@ class Drops(nnx.Module):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("source", ["arrays", "grain"])
-def test_a_run_that_was_saved_and_went_on_equals_one_that_was_not(
+def test_a_saved_and_resumed_training_equals_an_uninterrupted_one(
     source: str, s4: dj.Strategy, tmp_path: Path
 ):
-    """Two epochs are one epoch, a new model and one epoch: bitwise, with dropout, Adam and shuffling."""
+    """Bitwise, with dropout, Adam and shuffling."""
     x = np.random.default_rng(0).normal(size=(22, 4)).astype(np.float32)
     data: dict[str, Any] = {"x": x, "y": x[:, :1], "batch_size": 8}
     if source == "grain":
@@ -110,10 +105,10 @@ def test_a_run_that_was_saved_and_went_on_equals_one_that_was_not(
 ONES = np.ones((6, 1), np.float32)
 
 
-def test_the_newest_checkpoint_that_is_whole_is_evaluated(
+def test_the_newest_complete_checkpoint_is_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of steps 9, 10 and a damaged 11 the second, then one that is waited for; it ends after two."""
+    """Of steps 9, 10 and a damaged 11 the second, then one that is written meanwhile."""
     trained, manager = Scale(), dj.CheckpointManager(tmp_path)
 
     def save(step: int) -> None:
@@ -141,8 +136,7 @@ def test_the_newest_checkpoint_that_is_whole_is_evaluated(
     assert caplog.text.count(f"waits for a new checkpoint in {tmp_path}") == 1
 
 
-def test_fit_takes_a_function_that_makes_the_dataset() -> None:
-    """It gets the context of the strategy, and its batches are those of replicas."""
+def test_fit_accepts_a_dataset_creator() -> None:
     sizes = []
 
     def dataset_fn(context: dj.InputContext) -> Any:
@@ -161,8 +155,6 @@ INPUTS = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
 
 
 class Net(nnx.Module):
-    """A list of layers, a batch norm and random streams."""
-
     def __init__(self, seed: int, width: int = 4) -> None:
         rngs = nnx.Rngs(seed)
         self.layers = nnx.List([nnx.Linear(3, width, rngs=rngs), nnx.Linear(width, 2, rngs=rngs)])
@@ -174,8 +166,6 @@ class Net(nnx.Module):
 
 
 class Linen(linen.Module):
-    """The same in Linen."""
-
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = linen.BatchNorm(use_running_average=True)(linen.Dense(4)(x))
@@ -189,7 +179,7 @@ def saved(path: Path, tree: Any, checkpointer: Any = ocp.StandardCheckpointer) -
 
 
 def test_weights_of_an_nnx_program(tmp_path: Path):
-    """An nnx.State, beside an optimizer too, and a step of a manager; into weights on four devices."""
+    """An ``nnx.State``, also beside an optimizer and in a step of a manager; onto four devices."""
     source = Net(0)
     state = nnx.state(source)
     with ocp.CheckpointManager(tmp_path / "steps") as manager:
@@ -207,7 +197,7 @@ def test_weights_of_an_nnx_program(tmp_path: Path):
 
 
 def test_weights_of_a_linen_program(tmp_path: Path):
-    """Its variables, and what a TrainState with them is saved as."""
+    """Its variables, and those in a ``TrainState``."""
     numbers = np.random.default_rng(1)
     shapes = {
         "Dense_0": {"kernel": (3, 4), "bias": (4,)},
@@ -230,7 +220,6 @@ def test_weights_of_a_linen_program(tmp_path: Path):
 
 
 def test_other_weights_are_refused_by_name_with_the_nearest(tmp_path: Path):
-    """Shapes and names; the model is as before. Of several trees one has to be named."""
     tree = nnx.as_pure(nnx.state(Net(0, width=5)))
     tree["norms"] = tree.pop("norm")
     model = dj.Model(Net(1))

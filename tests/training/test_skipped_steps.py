@@ -1,4 +1,4 @@
-"""Steps whose gradients are not finite: nothing changes, the replica is named, none is ever applied."""
+"""``skip_nonfinite``: a step whose gradients are not finite changes nothing, and the replica is named."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ ROWS = 16
 
 
 class Net(nnx.Module):
-    """A layer, statistics of the batch, and random numbers."""
-
     def __init__(self) -> None:
         rngs = nnx.Rngs(0, dropout=1)
         self.layer = nnx.Linear(3, 1, rngs=rngs)
@@ -35,7 +33,7 @@ class Net(nnx.Module):
 def batches(
     steps: int, bad: Any = (), value: float = np.nan, row: int = ROWS - 1
 ) -> list[np.ndarray]:
-    """Batches of which some have a bad number in a row, which is on the last replica by default."""
+    """Returns batches; those in ``bad`` have a bad number in a row, by default on the last replica."""
     rng = np.random.default_rng(0)
     made = [rng.normal(size=(ROWS, 3)).astype("f4") for _ in range(steps)]
     for step in bad:
@@ -44,7 +42,7 @@ def batches(
 
 
 class Training:
-    """A model, its optimizer and a metric, trained in a loop of one's own."""
+    """A model, its optimizer and a metric, trained in a user's loop."""
 
     def __init__(self, strategy: dj.Strategy, **options: Any) -> None:
         self.strategy = strategy
@@ -72,7 +70,7 @@ class Training:
         self.strategy._sync_state()
 
     def state(self) -> list[bytes]:
-        """All that the step writes, but for the counts."""
+        """Returns all state that the step writes, except the counts."""
         parts = nnx.state(self.net), nnx.state(self.optimizer), nnx.state(self.metric)
         named = jax.tree_util.tree_leaves_with_path(parts)
         leaves = [x for path, x in named if "guard" not in jax.tree_util.keystr(path)]
@@ -85,15 +83,14 @@ class Training:
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """The log."""
+def warnings_logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     with caplog.at_level(logging.WARNING, "distribute_jax"):
         yield caplog
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
 def test_a_bad_row_on_one_replica_changes_nothing_on_all(
-    strategy: dj.Strategy, value: float, said: pytest.LogCaptureFixture
+    strategy: dj.Strategy, value: float, warnings_logged: pytest.LogCaptureFixture
 ) -> None:
     """Weights, statistics, random streams and metrics are bitwise those without that batch."""
     training, without = Training(strategy), Training(strategy)
@@ -103,12 +100,15 @@ def test_a_bad_row_on_one_replica_changes_nothing_on_all(
     assert training.state() == without.state()
     assert (training.optimizer.skipped_steps, without.optimizer.skipped_steps) == (1, 0)
     replica = strategy.num_replicas_in_sync - 1
-    assert f"Step 3 was skipped: the gradients of replica {replica} are not finite" in said.text
+    assert (
+        f"Step 3 was skipped: the gradients of replica {replica} are not finite"
+        in warnings_logged.text
+    )
     dj.check_in_sync((training.net, training.optimizer))
 
 
 def test_a_gradient_that_cannot_be_squared_is_skipped(strategy: dj.Strategy) -> None:
-    """It is finite, but Adam's second moment would be infinite, and its weight never change again."""
+    """Adam's second moment would be infinite, and its weight never change again."""
     with strategy.scope():
         layer = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
         optimizer = dj.Optimizer(layer, optax.adam(0.1), skip_nonfinite=True)
@@ -131,7 +131,6 @@ def test_a_gradient_that_cannot_be_squared_is_skipped(strategy: dj.Strategy) -> 
 def test_after_max_consecutive_it_raises_and_none_was_applied(
     s4: dj.Strategy, together: int
 ) -> None:
-    """Not the one more either, which optax applies, nor what comes before the error is raised."""
     training, without = Training(s4, max_consecutive=3), Training(s4)
     data = batches(7 * together + 6, bad=[2, 3, 4, 5], row=4)
     without.run(data[:2])
@@ -148,7 +147,6 @@ def test_after_max_consecutive_it_raises_and_none_was_applied(
 def test_with_accumulation_a_batch_is_left_out_and_with_a_scale_a_step(
     s2: dj.Strategy, options: dict[str, Any]
 ) -> None:
-    """The numbers are those without the bad batches, the second of two that are added up included."""
     training, without = Training(s2, **options), Training(s2, **options)
     data = batches(6, bad=[1])
     training.run(data)
@@ -158,7 +156,6 @@ def test_with_accumulation_a_batch_is_left_out_and_with_a_scale_a_step(
 
 
 def test_outside_of_run_the_update_is_skipped() -> None:
-    """Where there is no step to undo, weights and optimizer stay."""
     net = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     optimizer = dj.Optimizer(net, optax.sgd(1.0), skip_nonfinite=True)
     before = np.asarray(net.kernel[...])
@@ -184,8 +181,8 @@ STRATEGIES = {
         for k in STRATEGIES
     ],
 )
-def test_fit_leaves_a_bad_batch_out(kind: str, said: pytest.LogCaptureFixture) -> None:
-    """Of loss, metrics and weights, with the numbers of the other batches; evaluate does not say it again."""
+def test_fit_leaves_a_bad_batch_out(kind: str, warnings_logged: pytest.LogCaptureFixture) -> None:
+    """From loss, metrics and weights; evaluate does not log it again."""
 
     def fitted(data: list[np.ndarray]) -> tuple[Any, list[np.ndarray], int]:
         with STRATEGIES[kind]().scope():
@@ -204,11 +201,10 @@ def test_fit_leaves_a_bad_batch_out(kind: str, said: pytest.LogCaptureFixture) -
     assert history == other
     assert all(map(np.array_equal, weights, others))
     assert (skipped, none) == (1, 0)
-    assert re.findall(r"Step (.*) was skipped", said.text) == ["2"]
+    assert re.findall(r"Step (.*) was skipped", warnings_logged.text) == ["2"]
 
 
-def test_a_first_batch_that_is_bad_on_one_replica_is_that_of_one_device(s4: dj.Strategy) -> None:
-    """Replica 3 is to blame on four, replica 0 on one device: ``verify`` does not compare that."""
+def test_verify_ignores_which_replica_was_bad(s4: dj.Strategy) -> None:
     with s4.scope():
         model = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
     model.compile("sgd", loss="mse", skip_nonfinite=True, verify="first")
@@ -217,7 +213,6 @@ def test_a_first_batch_that_is_bad_on_one_replica_is_that_of_one_device(s4: dj.S
 
 
 def test_fit_raises_at_the_end_of_an_epoch_at_the_latest() -> None:
-    """Also where the last batches of all are the bad ones."""
     model = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
     optimizer = dj.Optimizer(model.module, optax.sgd(0.1), skip_nonfinite=True, max_consecutive=0)
     model.compile(optimizer, loss="mse")
@@ -241,8 +236,8 @@ def test_an_update_that_may_be_skipped_is_made_in_place(s2: dj.Strategy) -> None
     assert needed[1] < 1.1 * needed[0]
 
 
-def test_a_skipped_step_is_undone_whole_where_weights_change_before(s2: dj.Strategy) -> None:
-    """By a first update of the same optimizer, whose gradients are sound, and by the step itself."""
+def test_a_skipped_step_is_undone_if_weights_changed_before(s2: dj.Strategy) -> None:
+    """By a first update with finite gradients, and by the step itself."""
     with s2.scope():
         net = Net()
         optimizer = dj.Optimizer(net, optax.adam(0.1), skip_nonfinite=True)

@@ -1,4 +1,4 @@
-"""``steps_per_execution="auto"`` finds the group size by measuring, and changes no number."""
+"""``steps_per_execution="auto"`` measures the best number, and changes no result."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from distribute_jax.training._trainer import StepsPerExecution
         (1.0, 1e-6, 32),  # the dispatch is all there is
     ],
 )
-def test_the_group_doubles_while_it_is_worth_it(
+def test_the_number_doubles_while_it_is_worthwhile(
     dispatch: float, batch: float, size: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """A dispatch costs a fixed time, and each batch its own: the size is what these imply, and stays."""
+    """A dispatch costs a fixed time, and each batch another."""
     now = [0.0]
     monkeypatch.setattr(_trainer.time, "perf_counter", lambda: now[0])
     steps = StepsPerExecution("auto", wait=lambda: None)
@@ -34,8 +34,7 @@ def test_the_group_doubles_while_it_is_worth_it(
     assert (steps.size, steps.is_settled) == (size, True)
 
 
-def test_the_rest_of_an_epoch_is_not_measured():
-    """Dispatches of fewer batches than the group tell nothing about it."""
+def test_the_remainder_of_an_epoch_is_not_measured():
     steps = StepsPerExecution("auto", wait=lambda: None)
     steps.size = 4
     steps.note(3)
@@ -45,7 +44,6 @@ def test_the_rest_of_an_epoch_is_not_measured():
 def test_fit_measures_and_ends_at_the_same_weights(
     s4: dj.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
 ):
-    """Where each larger group counts as worth it, the weights are those of one batch at a time."""
     monkeypatch.setattr(_trainer, "_WORTHWHILE", 1e9)
     monkeypatch.setattr(_trainer, "_MEASURED_SECONDS", 0.0)
     x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)

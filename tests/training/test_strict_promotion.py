@@ -1,4 +1,4 @@
-"""``jax.numpy_dtype_promotion("strict")`` is for the user's code: the library computes the same under it."""
+"""Under ``jax.numpy_dtype_promotion("strict")``, which is for the user's code, the library computes the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ M = dj.metrics
 
 
 def metric(make: Callable[[], Any], **words: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """A program that updates a metric with a full and a partial batch."""
+    """Returns a program that updates a metric with a full and a partial batch."""
 
     def program(strategy: dj.Strategy, batches: Any) -> Any:
         with strategy.scope():
@@ -55,7 +55,7 @@ def loss(strategy: dj.Strategy, batches: Any) -> Any:
 
 
 def optimizer(tx: Any, **options: Any) -> Callable[..., Any]:
-    """A program that trains a layer for two steps."""
+    """Returns a program that trains a layer for two steps."""
 
     def program(strategy: dj.Strategy, batches: Any) -> Any:
         with strategy.scope():
@@ -77,7 +77,7 @@ def optimizer(tx: Any, **options: Any) -> Callable[..., Any]:
 
 
 def fit(strategy: dj.Strategy, batches: Any) -> Any:
-    """``fit`` with weights of classes and examples."""
+    """Runs ``fit`` with weights of classes and examples."""
     with strategy.scope():
         model = dj.Model(nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
     probable = dj.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -89,7 +89,7 @@ def fit(strategy: dj.Strategy, batches: Any) -> Any:
 
 
 def reduced(strategy: dj.Strategy, batches: Any) -> Any:
-    """Means of batches, outside of ``run``."""
+    """Reduces batches outside ``run``."""
     return [strategy.reduce("mean", x, axis=0) for x, _ in batches]
 
 
@@ -111,7 +111,6 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_the_library_computes_the_same_under_strict_promotion(s2: dj.MirroredStrategy, name: str):
-    """Full and partial batches; the user's own code is left to the setting."""
     source = [(X[:8], Y[:8]), (X[8:], Y[8:])]
     usual = PROGRAMS[name](s2, list(s2.distribute_dataset(source)))
     with jax.numpy_dtype_promotion("strict"):

@@ -1,4 +1,4 @@
-"""The table of a model's layers, and the picture of its history."""
+"""``Model.summary``, and the plot of a history."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class Net(nnx.Module):
         self.note = nnx.Variable(2)  # no array
 
     def __call__(self, x: Any) -> Any:
-        """Maps (n, 3) to (n, 4)."""
         return self.dropout(self.blocks[0](self.first(x))) * self.scale
 
 
@@ -42,7 +41,6 @@ def table(strategy: dj.Strategy, **options: Any) -> list[str]:
 
 
 def test_every_layer_has_a_line_with_its_parameters_and_their_placement(s4: dj.Strategy):
-    """A layer that is used twice counts once; random state is not trained."""
     lines = table(s4)
     assert lines[0].split() == ["layer", "type", "parameters", "size", "dtype", "placement"]
     rows = {line.split()[0]: re.split("  +", line)[1:] for line in lines[2:] if line}
@@ -57,14 +55,13 @@ def test_every_layer_has_a_line_with_its_parameters_and_their_placement(s4: dj.S
 
 def test_totals_count_what_is_trained(s4: dj.Strategy):
     """16 of the linear layer, 8 of the norm's 16, and the scale are trained; a key is 8 bytes, a count 4."""
-    total, trained, other = table(s4)[-3:]
-    assert trained == "Trainable: 25 parameters, 100 B"
+    total, three_epochs, other = table(s4)[-3:]
+    assert three_epochs == "Trainable: 25 parameters, 100 B"
     assert other == "Other: 11 parameters, 52 B"
     assert total == "Total: 36 parameters, 152 B"
 
 
-def test_an_input_shows_what_each_layer_returns(s4: dj.Strategy):
-    """Nothing is computed or counted: the table is otherwise that without an input."""
+def test_an_input_shows_output_shapes(s4: dj.Strategy):
     call = nnx.Linear.__call__
     rows = {
         line.split()[0]: re.split("  +", line)
@@ -77,7 +74,6 @@ def test_an_input_shows_what_each_layer_returns(s4: dj.Strategy):
 
 
 def test_other_processes_do_not_print(s4: dj.Strategy, monkeypatch: pytest.MonkeyPatch):
-    """One table for a job."""
     monkeypatch.setattr("distribute_jax.processes._job._current", SimpleNamespace(index=1))
     with s4.scope():
         model = dj.Model(Net(nnx.Rngs(0)))
@@ -86,29 +82,28 @@ def test_other_processes_do_not_print(s4: dj.Strategy, monkeypatch: pytest.Monke
     assert printed == []
 
 
-def test_a_model_and_its_history_say_what_they_are(s4: dj.Strategy):
-    """In one line, without any weights."""
+def test_repr_of_a_model_and_a_history(s4: dj.Strategy):
     with s4.scope():
         model = dj.Model(Net(nnx.Rngs(0)))
     assert repr(model) == f"<Model of Net: 25 trained parameters under {s4!r}, not compiled>"
-    assert repr(trained()) == "<History of 3 epochs; last loss: 1, accuracy: 0.2, val_loss: 2.5>"
+    assert (
+        repr(three_epochs()) == "<History of 3 epochs; last loss: 1, accuracy: 0.2, val_loss: 2.5>"
+    )
 
 
 def test_one_device_is_named():
-    """As in JAX."""
     assert re.search("float32 +cpu:0", "\n".join(table(dj.OneDeviceStrategy("cpu:0"))))
 
 
 def test_it_prints_by_default(s4: dj.Strategy, capsys: pytest.CaptureFixture[str]):
-    """The text that ``print_fn`` gets."""
     with s4.scope():
         model = dj.Model(Net(nnx.Rngs(0)))
     assert model.summary() is None
     assert capsys.readouterr().out.splitlines() == table(s4)
 
 
-def trained() -> dj.callbacks.History:
-    """A history of three epochs, of which one was validated."""
+def three_epochs() -> dj.callbacks.History:
+    """Returns a history of three epochs, one of them with validation."""
     history = dj.callbacks.History()
     for epoch, logs in enumerate([{"loss": 3.0}, {"loss": 2.0, "val_loss": 2.5}, {"loss": 1.0}]):
         history.on_epoch_end(epoch, {**logs, "accuracy": 0.1 * epoch})
@@ -118,8 +113,7 @@ def trained() -> dj.callbacks.History:
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is an extra: [plot]")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_training_and_validation_share_a_panel_of_a_png_file(tmp_path: Path):
-    """Epochs count from 1, and a validation stands at its own epoch."""
-    loss, accuracy = trained().plot(tmp_path / "h.png").axes
+    loss, accuracy = three_epochs().plot(tmp_path / "h.png").axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in loss.get_lines()}
     assert lines == {"training": [[1, 3], [2, 2], [3, 1]], "validation": [[2, 2.5]]}
     assert (loss.get_ylabel(), loss.get_xlabel()) == ("loss", "epoch")
@@ -130,8 +124,7 @@ def test_training_and_validation_share_a_panel_of_a_png_file(tmp_path: Path):
 def test_without_matplotlib_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """By the name of the extra."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'distribute-jax\[plot\]'"):
-        trained().plot(tmp_path / "h.png")
+        three_epochs().plot(tmp_path / "h.png")

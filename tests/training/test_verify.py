@@ -17,8 +17,6 @@ Y = X.sum(axis=1, keepdims=True)
 
 
 class Rows(nnx.Module):
-    """Takes each example by itself."""
-
     def __init__(self) -> None:
         self.layer = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
 
@@ -27,7 +25,7 @@ class Rows(nnx.Module):
 
 
 class Mixed(Rows):
-    """Subtracts the mean of the examples that a replica has."""
+    """Subtracts the mean of a replica's examples."""
 
     def __call__(self, x: jax.Array) -> Any:
         z = self.layer(x)
@@ -52,7 +50,6 @@ CALLS = {
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("called", ["fit", "predict", "evaluate"])
 def test_a_module_that_mixes_the_examples_of_a_batch_is_found(s4: dj.Strategy, called: str):
-    """The error names what differs, the state is as before; unasked, the numbers are other ones."""
     model, unasked = made(s4, Mixed), made(s4, Mixed, verify=None)
     before = model.get_weights()
     with pytest.raises(dj.NotEqualError, match="is not the step on one device") as caught:
@@ -72,10 +69,9 @@ def test_a_module_that_mixes_the_examples_of_a_batch_is_found(s4: dj.Strategy, c
 @pytest.mark.parametrize(
     "options", [{}, {"steps_per_execution": 2, "gradient_accumulation_steps": 2}]
 )
-def test_a_module_that_takes_each_example_by_itself_passes(
+def test_a_module_that_treats_examples_separately_passes(
     strategy: dj.Strategy, options: dict[str, Any]
 ):
-    """With the numbers that it has without, and one more program for one device of each step."""
     model, unasked = (made(strategy, Rows, verify=v, **options) for v in ("first", None))
     for _ in range(2):
         found = [CALLS["fit"](m).history for m in (model, unasked)]
@@ -85,7 +81,6 @@ def test_a_module_that_takes_each_example_by_itself_passes(
 
 
 def test_only_the_first_batch_is_compared(s4: dj.Strategy, monkeypatch: pytest.MonkeyPatch):
-    """Of each kind of step one, in all the calls."""
     seen: list[Any] = []
     run = type(s4).run
 
@@ -102,7 +97,7 @@ def test_only_the_first_batch_is_compared(s4: dj.Strategy, monkeypatch: pytest.M
     ]  # fmt: skip
 
 
-def test_another_word_is_refused(s2: dj.Strategy):
+def test_unknown_values_are_refused(s2: dj.Strategy):
     with pytest.raises(
         ValueError, match=r"verify\) must be one of None, 'first', 'off'; got 'always'"
     ):
@@ -110,14 +105,14 @@ def test_another_word_is_refused(s2: dj.Strategy):
 
 
 class Table(Rows):
-    """Rows, and beside them a table that is just as long as a replica's share."""
+    """Rows, and a table that is as long as a replica's share."""
 
     def __call__(self, x: jax.Array) -> Any:
         return {"rows": self.layer(x), "table": x.T @ x}
 
 
-def test_outputs_as_long_as_the_batch_that_are_no_rows_are_refused(strategy: dj.Strategy):
-    """Joined they would have one row for each example, and another meaning on each number of replicas."""
+def test_outputs_that_are_not_rows_are_refused(strategy: dj.Strategy):
+    """Even if they are as long as the batch."""
     model = made(strategy, Table, loss={"rows": "mse"}, metrics=None, verify=None)
     size = 4 * strategy.num_replicas_in_sync
     x = np.resize(X, (size, 4))

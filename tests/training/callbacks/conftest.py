@@ -18,8 +18,6 @@ import distribute_jax as dj
 
 
 class Scale(nnx.Module):
-    """y = w * x."""
-
     def __init__(self) -> None:
         self.w = nnx.Param(jnp.ones((1,)))
 
@@ -28,7 +26,7 @@ class Scale(nnx.Module):
 
 
 class Example:
-    """The model with its data, and how often its steps were traced."""
+    """The model with its data; counts how often its steps are traced."""
 
     x = np.arange(1.0, 9.0, dtype=np.float32).reshape(8, 1)
     y = np.zeros((8, 1), np.float32)
@@ -46,7 +44,7 @@ class Example:
 
     @property
     def traces(self) -> int:
-        """How often the loss was traced: once for each program with it."""
+        """How often the loss was traced."""
         return len(self._traced.getvalue())
 
     def fit(self, *callbacks: dj.callbacks.Callback, batch_size: int = 8, **options: Any) -> Any:
@@ -61,11 +59,10 @@ class Example:
 
     @property
     def w(self) -> float:
-        """The weight."""
         return float(self.model.get_weights()[0][0])
 
     def reset(self) -> None:
-        """Back to w = 1 and the rate 0.01."""
+        """Sets w = 1 and the rate 0.01."""
         self.model.set_weights([np.ones(1)])
         self.model.learning_rate = 0.01
         self.model.optimizer.step[...] = self.model.optimizer.step[...] * 0
@@ -78,13 +75,13 @@ def _compiled() -> Example:
 
 @pytest.fixture
 def example(_compiled: Example) -> Example:
-    """The model on two replicas, as it was when it was made."""
+    """The model on two replicas, in its initial state."""
     _compiled.reset()
     return _compiled
 
 
 class Feed(dj.callbacks.Callback):
-    """Puts numbers into the logs, one for each epoch, before another callback looks at them."""
+    """Puts given numbers into the logs of each epoch, for the callbacks after it."""
 
     def __init__(self, **numbers: list[float]) -> None:
         super().__init__()
@@ -98,5 +95,4 @@ class Feed(dj.callbacks.Callback):
 
 @pytest.fixture
 def feed() -> type[Feed]:
-    """A callback that makes up numbers."""
     return Feed

@@ -1,4 +1,4 @@
-"""A training that is interrupted goes on where it was, and ends as if nothing had happened."""
+"""``BackupAndRestore``: an interrupted training continues and ends as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class InterruptedRunError(Exception):
 
 
 def interrupt(**hooks: int) -> dj.callbacks.LambdaCallback:
-    """A callback that fails in a hook, at the epoch or batch; after the first such epoch for batches."""
+    """Returns a callback that fails in a hook at the given epoch or batch."""
 
     def failing(at: int) -> Any:
         def fail(number: int, logs: Any) -> None:
@@ -39,10 +39,7 @@ def backup(folder: Path, **options: Any) -> dj.callbacks.BackupAndRestore:
     return dj.callbacks.BackupAndRestore(folder / "backup", **options)
 
 
-def test_a_training_of_ten_epochs_that_fails_in_the_fifth_does_six_more(
-    example: Any, tmp_path: Path
-):
-    """Numbers and weight are those of an uninterrupted run; the folder is empty at the end."""
+def test_a_training_resumes_at_the_failed_epoch(example: Any, tmp_path: Path):
     options = {
         "batch_size": 4,
         "shuffle": True,
@@ -64,7 +61,7 @@ def test_a_training_of_ten_epochs_that_fails_in_the_fifth_does_six_more(
 
 
 @pytest.mark.parametrize("steps", [None, 3])
-def test_a_backup_within_an_epoch_goes_on_with_the_next_batch(
+def test_a_backup_within_an_epoch_resumes_at_the_next_batch(
     example: Any, tmp_path: Path, steps: int | None
 ):
     """No batch is trained on twice, and the loss of the epoch is that of all its batches."""
@@ -101,10 +98,10 @@ def test_a_backup_within_an_epoch_goes_on_with_the_next_batch(
 
 @pytest.mark.filterwarnings("ignore:Your input ran out")
 @pytest.mark.parametrize("steps", [None, 2, 3])
-def test_a_backup_after_the_last_batch_of_a_pass_trains_on_none_twice(
+def test_a_backup_after_the_last_batch_of_a_pass_repeats_no_batch(
     example: Any, tmp_path: Path, steps: int | None
 ):
-    """The epoch ends there, also one of more steps than are left, as in a training that goes on."""
+    """Also if the epoch has more steps than are left."""
     data = [(example.x[i : i + 2], example.y[i : i + 2]) for i in (0, 2, 4, 6)]
     options = {"epochs": 3, "steps_per_epoch": steps, "verbose": 0}
     whole = example.model.fit(data, **options).history["loss"]
@@ -126,8 +123,7 @@ def test_a_backup_after_the_last_batch_of_a_pass_trains_on_none_twice(
     assert example.w == weight
 
 
-def test_an_epoch_that_continues_keeps_its_learning_rate(example: Any, tmp_path: Path):
-    """A schedule of epoch and rate has set it before the interruption."""
+def test_a_resumed_epoch_keeps_its_learning_rate(example: Any, tmp_path: Path):
     data = [(example.x[i : i + 2], example.y[i : i + 2]) for i in (0, 2, 4, 6)]
     halve = dj.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
     options = {"epochs": 3, "verbose": 0}
@@ -140,10 +136,10 @@ def test_an_epoch_that_continues_keeps_its_learning_rate(example: Any, tmp_path:
 
 
 @pytest.mark.parametrize("steps", [None, 3])
-def test_what_was_trained_on_before_the_backup_is_not_read_again(
+def test_batches_before_the_backup_are_not_read_again(
     example: Any, tmp_path: Path, steps: int | None
 ):
-    """A source that starts anywhere goes on there, after two batches of two examples."""
+    """If the source can start at any batch."""
     read: list[float] = []
 
     def noted(row: Any) -> Any:
@@ -170,8 +166,8 @@ def test_what_was_trained_on_before_the_backup_is_not_read_again(
     assert read[: len(first) + 4] == first + order[4:8]
 
 
-def test_a_backup_within_an_epoch_goes_on_with_other_replicas(tmp_path: Path):
-    """On three replicas, with uneven shares, after one; the losses are those of one."""
+def test_a_backup_within_an_epoch_resumes_with_other_replicas(tmp_path: Path):
+    """On three replicas, with uneven shares, after one."""
     x = np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)
     options: Any = {"x": x, "y": x[:, :1], "batch_size": 8, "epochs": 2, "verbose": 0}
 
@@ -187,8 +183,8 @@ def test_a_backup_within_an_epoch_goes_on_with_other_replicas(tmp_path: Path):
     np.testing.assert_allclose(resumed, losses(1), rtol=1e-5)
 
 
-def test_batches_of_a_replica_are_not_those_of_another_number(tmp_path: Path):
-    """They are dealt out in turn, so that a number of them is not a place in the data."""
+def test_batches_per_replica_cannot_resume_with_other_replicas(tmp_path: Path):
+    """The batches are dealt out in turn, so their number is not a position in the data."""
     for replicas, error, text in (
         (1, InterruptedRunError, None),
         (
@@ -208,8 +204,7 @@ def test_batches_of_a_replica_are_not_those_of_another_number(tmp_path: Path):
             model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
 
 
-def test_backups_stay_where_they_are_wanted(example: Any, tmp_path: Path):
-    """A training that is through has nothing left to do."""
+def test_backups_can_be_kept(example: Any, tmp_path: Path):
     example.fit(backup(tmp_path, delete_checkpoint=False), epochs=2)
     assert len(list((tmp_path / "backup").iterdir())) == 1
     weight = example.w
@@ -218,8 +213,7 @@ def test_backups_stay_where_they_are_wanted(example: Any, tmp_path: Path):
     assert list((tmp_path / "backup").iterdir()) == []
 
 
-def test_a_damaged_backup_is_a_warning_and_the_one_before_is_used(example: Any, tmp_path: Path):
-    """With double_checkpoint there is one: the training goes on an epoch earlier."""
+def test_a_damaged_backup_warns_and_the_previous_one_is_used(example: Any, tmp_path: Path):
     options = {"double_checkpoint": True}
     with pytest.raises(InterruptedRunError):
         example.fit(backup(tmp_path, **options), interrupt(on_epoch_begin=3), epochs=5)
@@ -233,7 +227,6 @@ def test_a_damaged_backup_is_a_warning_and_the_one_before_is_used(example: Any, 
 
 
 def test_a_backup_of_another_model_is_refused(example: Any, tmp_path: Path, s2: Any):
-    """Nothing is restored by halves."""
     import optax
     from flax import nnx
 
@@ -247,7 +240,6 @@ def test_a_backup_of_another_model_is_refused(example: Any, tmp_path: Path, s2: 
 
 
 def test_arguments_are_checked(tmp_path: Path):
-    """An empty name would be the folder of the program."""
     with pytest.raises(ValueError, match="backup_dir must name a folder"):
         dj.callbacks.BackupAndRestore("")
     with pytest.raises(ValueError, match="save_freq must be an integer >= 1; got 0"):
@@ -257,7 +249,6 @@ def test_arguments_are_checked(tmp_path: Path):
 
 
 def test_a_checkpoint_of_the_best_epoch_can_be_loaded(example: Any, tmp_path: Path):
-    """``ModelCheckpoint`` with the real ``save_weights``."""
     example.model.learning_rate = 0.05  # overshoots: the first epoch is the best
     path = tmp_path / "best"
     example.fit(
@@ -270,13 +261,10 @@ def test_a_checkpoint_of_the_best_epoch_can_be_loaded(example: Any, tmp_path: Pa
 
 @pytest.mark.parametrize("hook", ["on_epoch_end", "on_test_end", "on_train_end"])
 @pytest.mark.parametrize("save_freq", [False, 3])
-def test_sigterm_after_the_last_batch_is_not_too_late(
+def test_sigterm_after_the_last_batch_saves(
     example: Any, tmp_path: Path, save_freq: Any, hook: str
 ):
-    """In the last validation and after it: saved, code 42; called again, nothing is left to train.
-
-    All callbacks have seen the end of the epoch.
-    """
+    """In the last validation and after it; all callbacks see the end of the epoch first."""
     ends: list[int] = []
     terminated = dj.callbacks.LambdaCallback(
         **{hook: lambda *_: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(0.3))}
@@ -299,10 +287,9 @@ def test_sigterm_after_the_last_batch_is_not_too_late(
 
 
 @pytest.mark.parametrize("save_freq", [False, "epoch"])
-def test_a_training_that_gets_sigterm_is_saved_and_continues(
+def test_sigterm_saves_after_the_batch_and_training_resumes(
     example: Any, tmp_path: Path, save_freq: Any
 ):
-    """SIGTERM: saved after the batch, code 42; called again, the next batch comes next."""
     data = [(example.x[i : i + 2], example.y[i : i + 2]) for i in (0, 2, 4, 6)]
     whole = example.model.fit(data, epochs=2, verbose=0).history["loss"]
     weight = example.w

@@ -26,8 +26,7 @@ DATA: dict[str, Any] = {"x": X, "y": 0 * X, "batch_size": 2, "shuffle": False, "
 
 
 @pytest.mark.exhaustive
-def test_calls_inside_a_fit_leave_its_numbers_alone(model: dj.Model):
-    """Loss and metrics of the epoch are its own, whatever trains, evaluates or predicts between."""
+def test_nested_calls_do_not_change_the_numbers_of_fit(model: dj.Model):
     model.learning_rate = 0.0
     data = {**DATA, "epochs": 2, "validation_data": (X, X)}
     plain = model.fit(**data).history
@@ -49,8 +48,7 @@ def test_calls_inside_a_fit_leave_its_numbers_alone(model: dj.Model):
     assert evaluated == [plain["val_loss"][0], plain["val_mae"][0]]
 
 
-def test_a_fit_inside_a_fit_keeps_the_class_weights_and_numbers_of_the_outer(model: dj.Model):
-    """It is a call like the others."""
+def test_a_nested_fit_does_not_change_the_outer_one(model: dj.Model):
     model.learning_rate = 0.0
     data = {**DATA, "class_weight": {0: 3.0}}
     plain = model.fit(**data).history
@@ -59,7 +57,6 @@ def test_a_fit_inside_a_fit_keeps_the_class_weights_and_numbers_of_the_outer(mod
 
 
 def test_another_thread_is_refused_while_a_model_runs(model: dj.Model):
-    """In words and at once; afterwards the model works, and another model may run all the time."""
     errors: list[Exception] = []
 
     def call(method: Any, *args: Any) -> None:

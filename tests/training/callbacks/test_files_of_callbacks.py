@@ -1,4 +1,4 @@
-"""Callbacks that write: files, event files and services hold the numbers of the training."""
+"""Callbacks that write: files, event files and services get the numbers of the training."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ sys.path.append(str(Path(__file__).parents[2] / "summary"))
 from event_reader import read, scalars
 
 
-def test_a_csv_file_has_a_line_for_every_epoch(example: Any, tmp_path: Path):
-    """The columns are sorted; those of a validation that is not there are NA."""
+def test_a_csv_file_has_sorted_columns_and_a_line_per_epoch(example: Any, tmp_path: Path):
     file = tmp_path / "log.csv"
     example.fit(dj.callbacks.CSVLogger(file), epochs=2)
     lines = file.read_text().splitlines()
@@ -28,7 +27,7 @@ def test_a_csv_file_has_a_line_for_every_epoch(example: Any, tmp_path: Path):
 
 
 def test_a_csv_file_is_continued_or_overwritten(example: Any, tmp_path: Path):
-    """Continuing writes no second header, nor into a line that was cut; otherwise the old lines are gone."""
+    """Continuing writes no second header, and starts a new line if the last one was cut."""
     file = tmp_path / "log.csv"
     example.fit(dj.callbacks.CSVLogger(str(file), separator=";"))
     example.fit(dj.callbacks.CSVLogger(file, ";", append=True), initial_epoch=1, epochs=2)
@@ -44,8 +43,6 @@ def test_a_csv_file_is_continued_or_overwritten(example: Any, tmp_path: Path):
 def test_a_full_disk_ends_the_log_and_not_the_training(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """One warning each, and all epochs run."""
-
     def refuse(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -57,10 +54,7 @@ def test_a_full_disk_ends_the_log_and_not_the_training(
         assert len(history.epoch) == 3
 
 
-def test_only_the_first_process_writes(
-    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """In the others the callbacks do nothing."""
+def test_only_the_chief_writes(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     logger = dj.callbacks.CSVLogger(tmp_path / "log.csv")
     board = dj.callbacks.TensorBoard(tmp_path / "logs")
     wandb = dj.callbacks.WandbLogger()  # which is not installed, nor imported
@@ -77,7 +71,7 @@ def test_only_the_first_process_writes(
 
 
 class Service:
-    """Stands for wandb and mlflow, and for a run of each, and notes what is called."""
+    """A fake wandb or mlflow, and a run of it, which records the calls."""
 
     def __init__(self, *, is_down: bool = False) -> None:
         self.run: Any = None
@@ -105,10 +99,10 @@ class Service:
 
 
 @pytest.mark.parametrize(("name", "ends"), [("wandb", (0, 1)), ("mlflow", ("FINISHED", "FAILED"))])
-def test_a_service_gets_epochs_and_every_second_batch(
+def test_services_get_epochs_and_every_second_batch(
     example: Any, monkeypatch: pytest.MonkeyPatch, name: str, ends: tuple[Any, Any]
 ):
-    """A run of fit's is ended, as failed where fit fails; that of the program is used, and stays."""
+    """A run that fit began is ended, as failed if fit fails; the program's own run is used and kept."""
     kind = {"wandb": dj.callbacks.WandbLogger, "mlflow": dj.callbacks.MLflowLogger}[name]
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(dj.MissingPackageError, match=rf"pip install 'distribute-jax\[{name}\]'"):
@@ -138,8 +132,8 @@ def test_a_service_gets_epochs_and_every_second_batch(
         example.fit(kind())
 
 
-class Saved:
-    """Notes what a model is asked to save, in place of saving it."""
+class SaveRecorder:
+    """Records what a model is asked to save, instead of saving it."""
 
     def __init__(self, example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, str, float]] = []
@@ -155,11 +149,10 @@ class Saved:
         return [name for _, name, _ in self.calls]
 
 
-def test_the_model_is_saved_after_every_epoch_by_a_name_with_numbers(
+def test_checkpoint_names_contain_epochs_and_logs(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Epochs count from 1 in names, as in Keras; folders on the way are made."""
-    saved = Saved(example, monkeypatch)
+    saved = SaveRecorder(example, monkeypatch)
     example.fit(dj.callbacks.ModelCheckpoint(tmp_path / "a" / "{epoch:02d}-{loss:.2f}"), epochs=2)
     assert saved.calls == [
         ("save", "01-25.50", pytest.approx(0.49)),
@@ -168,11 +161,10 @@ def test_the_model_is_saved_after_every_epoch_by_a_name_with_numbers(
     assert (tmp_path / "a").is_dir()
 
 
-def test_only_what_is_better_is_saved(
+def test_only_better_models_are_saved(
     example: Any, feed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Compared with all before, and with the threshold."""
-    saved = Saved(example, monkeypatch)
+    saved = SaveRecorder(example, monkeypatch)
     checkpoint = dj.callbacks.ModelCheckpoint(
         tmp_path / "{epoch}", "val_accuracy", save_best_only=True, save_weights_only=True,
         initial_value_threshold=0.2,
@@ -182,30 +174,25 @@ def test_only_what_is_better_is_saved(
     assert {call for call, *_ in saved.calls} == {"save_weights"}
 
 
-def test_the_model_is_saved_every_so_many_batches(
+def test_save_freq_counts_batches_through_epochs(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Batches are counted through the epochs, and the loss so far can be in the name."""
-    saved = Saved(example, monkeypatch)
+    saved = SaveRecorder(example, monkeypatch)
     checkpoint = dj.callbacks.ModelCheckpoint(tmp_path / "{epoch}-{batch}-{loss:.1f}", save_freq=3)
     example.fit(checkpoint, batch_size=2, epochs=2)
     assert [name.rpartition("-")[0] for name in saved.names] == ["1-3", "2-2"]
 
 
-def test_without_the_watched_number_everything_is_saved(
+def test_without_the_monitored_number_everything_is_saved(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """As in Keras: a checkpoint too many is better than none."""
-    saved = Saved(example, monkeypatch)
+    saved = SaveRecorder(example, monkeypatch)
     with pytest.warns(UserWarning, match=r"'val_loss'.*saves every time"):
         example.fit(dj.callbacks.ModelCheckpoint(tmp_path / "{epoch}", save_best_only=True))
     assert saved.names == ["1"]
 
 
-def test_a_name_that_the_logs_lack_is_refused_with_those_that_they_have(
-    example: Any, tmp_path: Path
-):
-    """So is an unknown frequency."""
+def test_unknown_names_and_frequencies_are_refused(example: Any, tmp_path: Path):
     with pytest.raises(ValueError, match=r"'val_loss' between braces.*among: epoch, loss"):
         example.fit(dj.callbacks.ModelCheckpoint(tmp_path / "{val_loss}"))
     with pytest.raises(ValueError, match=r"save_freq.* got 'step'"):
@@ -213,7 +200,6 @@ def test_a_name_that_the_logs_lack_is_refused_with_those_that_they_have(
 
 
 def test_a_profile_of_the_chosen_batches_is_written(example: Any, tmp_path: Path):
-    """The trace begins and ends with them, and the training goes on."""
     traced = []
     note = dj.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: traced.append(profiler._is_recording)
@@ -225,8 +211,7 @@ def test_a_profile_of_the_chosen_batches_is_written(example: Any, tmp_path: Path
     assert sum(path.stat().st_size for path in files) > 0
 
 
-def test_a_profile_that_is_never_reached_is_a_warning(example: Any, tmp_path: Path):
-    """Nothing is written, which nobody would notice."""
+def test_a_profile_that_is_never_reached_warns(example: Any, tmp_path: Path):
     with pytest.warns(UserWarning, match="recorded nothing: the training had 1 batches"):
         example.fit(dj.callbacks.ProfilerCallback(tmp_path))
     with pytest.raises(ValueError, match="the first batch and the last"):
@@ -241,7 +226,6 @@ def values(found: Any, tag: str) -> list[float]:
 
 
 def test_epochs_are_written_under_keras_tags(example: Any, tmp_path: Path):
-    """Training and validation have a folder each, and the rate is there."""
     example.fit(TensorBoard(tmp_path), epochs=2, validation_data=(example.x, example.y))
     train, held_out = scalars(tmp_path / "train"), scalars(tmp_path / "validation")
     assert set(train) == {"epoch_loss", "epoch_learning_rate"}
@@ -261,8 +245,8 @@ def test_batches_are_written_at_their_training_step(example: Any, tmp_path: Path
     assert values(found, "batch_loss") == pytest.approx(seen)
 
 
-def test_every_so_many_batches_and_how_fast(example: Any, tmp_path: Path):
-    """Batches are counted through the epochs; a second fit goes on from the optimizer's step."""
+def test_update_freq_and_speed(example: Any, tmp_path: Path):
+    """Batches are counted through the epochs; a second fit continues from the optimizer's step."""
     board = TensorBoard(tmp_path, update_freq=3, write_steps_per_second=True)
     example.fit(board, batch_size=2, epochs=2)
     found = scalars(tmp_path / "train")
@@ -275,7 +259,6 @@ def test_every_so_many_batches_and_how_fast(example: Any, tmp_path: Path):
 
 
 def test_weights_are_written_as_histograms(example: Any, tmp_path: Path):
-    """Every second epoch: the one weight is in the last bucket."""
     example.fit(TensorBoard(tmp_path, histogram_freq=2), epochs=3)
     found = [entry for entry in read(tmp_path / "train") if entry.plugin == "histograms"]
     assert [(entry.tag, entry.step) for entry in found] == [("w/histogram", 0), ("w/histogram", 2)]
@@ -284,7 +267,6 @@ def test_weights_are_written_as_histograms(example: Any, tmp_path: Path):
     ]
 
 
-def test_another_frequency_is_refused():
-    """The message lists what there is."""
+def test_an_unknown_frequency_is_refused():
     with pytest.raises(ValueError, match="'epoch', 'batch'; got 'step'"):
         TensorBoard(update_freq="step")

@@ -1,4 +1,4 @@
-"""Callbacks that notice bad losses, copies that differ, and devices that compute wrongly."""
+"""Callbacks that detect loss spikes, copies that differ, and devices that compute wrongly."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from distribute_jax.callbacks import BackupAndRestore, CheckInSync, LambdaCallba
 
 
 class Net(nnx.Module):
-    """A layer and random numbers."""
-
     def __init__(self) -> None:
         rngs = nnx.Rngs(0, dropout=1)
         self.layer = nnx.Linear(3, 1, rngs=rngs)
@@ -32,7 +30,7 @@ class Net(nnx.Module):
 
 
 def batches(steps: int, spikes: Any = (), size: float = 1000.0) -> list[Any]:
-    """Batches of a noisy line, of which some have far too large targets."""
+    """Returns batches of a noisy line; those in ``spikes`` have far too large targets."""
     rng = np.random.default_rng(0)
     made = [rng.normal(size=(8, 3)).astype("f4") for _ in range(steps)]
     noise = [rng.normal(size=(8, 1)).astype("f4") for _ in range(steps)]
@@ -42,22 +40,21 @@ def batches(steps: int, spikes: Any = (), size: float = 1000.0) -> list[Any]:
     ]
 
 
-def compiled(strategy: Any = None, module: Callable[[], Any] = Net) -> dj.Model:
-    """A model ready for ``fit``."""
+def compiled_model(strategy: Any = None, module: Callable[[], Any] = Net) -> dj.Model:
     with (strategy or dj.MirroredStrategy([0, 1])).scope():
         model = dj.Model(module())
     model.compile(optax.adam(0.02), loss="mse")
     return model
 
 
-def fitted(model: dj.Model, data: list[Any], *callbacks: Any) -> list[np.ndarray]:
-    """The state after one epoch."""
+def fit_one_epoch(model: dj.Model, data: list[Any], *callbacks: Any) -> list[np.ndarray]:
+    """Returns the state after one epoch."""
     model.fit(data, verbose=0, callbacks=list(callbacks))
     return state(model)
 
 
 def state(model: dj.Model) -> list[np.ndarray]:
-    """Weights, random streams and optimizer."""
+    """Returns weights, random streams and optimizer."""
     parts = nnx.state(model.module), nnx.state(model.optimizer)
     is_key = jax.dtypes.prng_key
     return [
@@ -66,55 +63,54 @@ def state(model: dj.Model) -> list[np.ndarray]:
     ]
 
 
-def same(left: list[np.ndarray], right: list[np.ndarray]) -> bool:
-    """Whether two states are the same bits."""
+def bits_are_equal(left: list[np.ndarray], right: list[np.ndarray]) -> bool:
     return all(a.tobytes() == b.tobytes() for a, b in zip(left, right, strict=True))
 
 
 def test_a_spike_is_skipped_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """The state is bitwise that without the batch; its gradients were finite."""
+    """The state is bitwise that without the batch, whose gradients were finite."""
     data, guard = batches(14, spikes=[11]), LossSpike(factor=5, window=10)
     with caplog.at_level(logging.WARNING, "distribute_jax"):
-        after = fitted(compiled(), data, guard)
+        after = fit_one_epoch(compiled_model(), data, guard)
     assert guard.spikes == 1
     assert "Step 11 was skipped: the loss is more than 5 times the median" in caplog.text
-    without = fitted(compiled(), [*data[:11], *data[12:]], LossSpike(factor=5, window=10))
-    assert same(after, without)
+    without = fit_one_epoch(
+        compiled_model(), [*data[:11], *data[12:]], LossSpike(factor=5, window=10)
+    )
+    assert bits_are_equal(after, without)
 
 
-def test_a_warning_changes_nothing_and_a_rollback_goes_back() -> None:
-    """To the state of the last multiple of the window, a few batches after the spike."""
+def test_warn_changes_nothing_and_rollback_goes_back() -> None:
+    """To the state at the last multiple of the window, a few batches after the spike."""
     data, states = batches(12, spikes=[8]), {}
     warns = LossSpike(factor=5, window=4, policy="warn")
-    after = fitted(compiled(), data, warns)
+    after = fit_one_epoch(compiled_model(), data, warns)
     assert warns.spikes == 1
     never = LossSpike(factor=1e9, window=4, policy="warn")
-    assert same(after, fitted(compiled(), data, never))
+    assert bits_are_equal(after, fit_one_epoch(compiled_model(), data, never))
     assert never.spikes == 0
-    model = compiled()
+    model = compiled_model()
     note = LambdaCallback(on_train_batch_end=lambda batch, _: states.update({batch: state(model)}))
     guard = LossSpike(factor=5, window=4, policy="rollback")
     model.fit(data, verbose=0, callbacks=[note, guard])
     assert guard.spikes == 1
-    back = [b for b in range(8, 12) if same(states[7], states[b])]
+    back = [b for b in range(8, 12) if bits_are_equal(states[7], states[b])]
     assert back == [8]  # skipped at once
-    assert same(state(model), states[7])  # looked at after four more, at the latest
+    assert bits_are_equal(state(model), states[7])  # looked at after four more, at the latest
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_parameter_servers_skip_and_go_back_as_one_device(policy: str) -> None:
-    """Bitwise, although batches after the spike were scheduled when it is seen."""
+def test_parameter_servers_skip_and_roll_back_as_one_device(policy: str) -> None:
     data, guards, states = batches(14, spikes=[11]), [], []
     for strategy in (dj.OneDeviceStrategy("cpu:0"), dj.ParameterServerStrategy(max_staleness=0)):
         guards.append(LossSpike(factor=5, window=10, policy=policy))
-        states.append(fitted(compiled(strategy), data, guards[-1]))
+        states.append(fit_one_epoch(compiled_model(strategy), data, guards[-1]))
     assert [guard.spikes for guard in guards] == [1, 1]
-    assert same(*states)
+    assert bits_are_equal(*states)
 
 
-def test_a_resumed_training_has_the_window(tmp_path: Path) -> None:
-    """The spike is the first batch after the interruption, and is seen."""
+def test_a_resumed_training_has_the_loss_window(tmp_path: Path) -> None:
     data = batches(14, spikes=[11])
 
     def stop(batch: int, _: Any) -> None:
@@ -124,33 +120,35 @@ def test_a_resumed_training_has_the_window(tmp_path: Path) -> None:
     def saving() -> BackupAndRestore:
         return BackupAndRestore(tmp_path / "backup", save_freq=11)
 
-    guard, model = LossSpike(factor=5, window=10), compiled()
+    guard, model = LossSpike(factor=5, window=10), compiled_model()
     with pytest.raises(KeyboardInterrupt):
-        fitted(model, data, saving(), guard, LambdaCallback(on_train_batch_end=stop))
+        fit_one_epoch(model, data, saving(), guard, LambdaCallback(on_train_batch_end=stop))
     again = LossSpike(factor=5, window=10)
-    after = fitted(compiled(), data, saving(), again)
+    after = fit_one_epoch(compiled_model(), data, saving(), again)
     assert again.spikes == 1
-    assert same(after, fitted(compiled(), data, LossSpike(factor=5, window=10)))
+    assert bits_are_equal(
+        after, fit_one_epoch(compiled_model(), data, LossSpike(factor=5, window=10))
+    )
 
 
 def test_no_false_alarm_in_a_thousand_clean_steps() -> None:
-    """With the noise of small batches and dropout."""
     guard = LossSpike(window=50)
-    fitted(compiled(dj.OneDeviceStrategy("cpu:0")), batches(1000), guard)
+    fit_one_epoch(compiled_model(dj.OneDeviceStrategy("cpu:0")), batches(1000), guard)
     assert guard.spikes == 0
 
 
 def test_a_window_of_spikes_ends_the_training() -> None:
-    """Before it, and after it, nothing was applied."""
     data = batches(12, spikes=range(6, 12))
-    model = compiled()
+    model = compiled_model()
     with pytest.raises(dj.StepsSkippedError, match="4 steps in a row"):
-        fitted(model, data, LossSpike(factor=5, window=3))
-    assert same(state(model), fitted(compiled(), data[:6], LossSpike(factor=5, window=3)))
+        fit_one_epoch(model, data, LossSpike(factor=5, window=3))
+    assert bits_are_equal(
+        state(model), fit_one_epoch(compiled_model(), data[:6], LossSpike(factor=5, window=3))
+    )
 
 
-def flip(model: dj.Model, where: str, device: int, bit: int) -> str:
-    """Flips one bit on one device, of a parameter or of the optimizer; returns the leaf."""
+def flip_bit(model: dj.Model, where: str, device: int, bit: int) -> str:
+    """Flips one bit on one device, in a float32 variable; returns its name."""
     node = {"module": model.module, "optimizer": model.optimizer}[where]
     named = [
         (".".join(map(str, path)), v)
@@ -172,22 +170,20 @@ def flip(model: dj.Model, where: str, device: int, bit: int) -> str:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_flipped_bit_is_found_at_the_next_check_with_leaf_and_device(seed: int) -> None:
-    """Of a weight or of the optimizer's state, in the middle of an epoch."""
-    found_flips(np.random.default_rng(seed), dj.MirroredStrategy([0, 1, 2, 3]), 1)
+    check_flips_are_found(np.random.default_rng(seed), dj.MirroredStrategy([0, 1, 2, 3]), 1)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("replicas", [2, 4, 8])
 def test_two_hundred_of_two_hundred_flipped_bits_are_found(replicas: int) -> None:
-    """On any device but the first of two, of which none is the odd one."""
+    """On any device but the first of two, since two copies have no majority."""
     strategy = dj.MirroredStrategy(list(range(replicas)))
-    found_flips(np.random.default_rng(replicas), strategy, 200)
+    check_flips_are_found(np.random.default_rng(replicas), strategy, 200)
 
 
-def found_flips(rng: np.random.Generator, strategy: dj.Strategy, times: int) -> None:
-    """Flips a random bit in each of so many runs, and looks for it."""
+def check_flips_are_found(rng: np.random.Generator, strategy: dj.Strategy, times: int) -> None:
     data, replicas = batches(5), strategy.num_replicas_in_sync
-    model = compiled(strategy)
+    model = compiled_model(strategy)
     for _ in range(times):
         start = dj.snapshot(model.module), dj.snapshot(model.optimizer)
         where = ("module", "optimizer")[rng.integers(2)]
@@ -199,11 +195,11 @@ def found_flips(rng: np.random.Generator, strategy: dj.Strategy, times: int) -> 
 
         def damage(batch: int, _: Any, at: Any = (where, device, bit), leaf: Any = leaf) -> None:
             if batch == 1:
-                leaf.append(flip(model, *at))
+                leaf.append(flip_bit(model, *at))
 
         callbacks = [LambdaCallback(on_train_batch_end=damage), CheckInSync(every=2)]
         with pytest.raises(dj.OutOfSyncError) as caught:
-            fitted(model, data, *callbacks)
+            fit_one_epoch(model, data, *callbacks)
         assert any(
             leaf[0] in line and f": cpu:{device} not as on" in line
             for line in str(caught.value).splitlines()
@@ -213,25 +209,23 @@ def found_flips(rng: np.random.Generator, strategy: dj.Strategy, times: int) -> 
 
 
 def test_a_flipped_bit_is_healed_by_the_majority_bitwise() -> None:
-    """The copies are those of a training in which nothing was flipped; of two copies there is no majority."""
-
     def run(strategy: dj.Strategy, device: int | None) -> list[np.ndarray]:
-        model = compiled(strategy)
+        model = compiled_model(strategy)
 
         def damage(batch: int, _: Any) -> None:
             if batch == 4 and device is not None:
-                flip(model, "module", device, 12345)
-                flip(model, "optimizer", device, 54321)
+                flip_bit(model, "module", device, 12345)
+                flip_bit(model, "optimizer", device, 54321)
 
         heals = CheckInSync(every=5, policy="heal")
-        after = fitted(model, batches(5), LambdaCallback(on_train_batch_end=damage), heals)
+        after = fit_one_epoch(model, batches(5), LambdaCallback(on_train_batch_end=damage), heals)
         dj.check_in_sync((model.module, model.optimizer))
         return after
 
     s3 = dj.MirroredStrategy([0, 1, 2])
     with pytest.warns(RuntimeWarning, match="cpu:1 not as on cpu:0, cpu:2"):
         healed = run(s3, 1)
-    assert same(healed, run(s3, None))
+    assert bits_are_equal(healed, run(s3, None))
     with pytest.raises(dj.OutOfSyncError, match="not the majority"):
         run(dj.MirroredStrategy([0, 1]), 1)
 
@@ -240,7 +234,7 @@ FAULTS: list[int] = []
 
 
 class Faulty(nnx.Module):
-    """A layer whose output is wrong on replica 2 when there is a fault in the list."""
+    """A layer whose output is wrong on replica 2 while ``FAULTS`` has an entry."""
 
     def __init__(self) -> None:
         self.layer = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
@@ -254,21 +248,21 @@ class Faulty(nnx.Module):
         return self.layer(x * jax.lax.stop_gradient(wrong))
 
 
-def test_a_gradient_that_one_replica_gets_wrong_once_is_found_before_it_is_used() -> None:
+def test_a_wrong_gradient_is_found_before_it_is_used() -> None:
     """The replica and the variables are named, and nothing was trained on; clean replays say nothing."""
-    model = compiled(dj.MirroredStrategy([0, 1, 2, 3]), Faulty)
-    fitted(model, batches(4), dj.callbacks.ReplaySteps(every=2))
+    model = compiled_model(dj.MirroredStrategy([0, 1, 2, 3]), Faulty)
+    fit_one_epoch(model, batches(4), dj.callbacks.ReplaySteps(every=2))
     before = state(model)
     FAULTS.append(1)
     with pytest.raises(dj.NotEqualError, match=r"replica 2: layer\.bias, layer\.kernel") as caught:
-        fitted(model, batches(4), dj.callbacks.ReplaySteps(every=1))
+        fit_one_epoch(model, batches(4), dj.callbacks.ReplaySteps(every=1))
     assert "replica 1:" not in str(caught.value)
-    assert same(state(model), before)
+    assert bits_are_equal(state(model), before)
 
 
 def test_a_saved_step_is_replayed(tmp_path: Path) -> None:
-    """The hashes of each replica's gradients are the same on other devices, and with other weights others."""
-    model = compiled(dj.MirroredStrategy([0, 1, 2, 3]))
+    """The hashes are equal on other devices, and differ with other weights."""
+    model = compiled_model(dj.MirroredStrategy([0, 1, 2, 3]))
     model.save(tmp_path / "before")
     x, y = batches(1)[0]
     first = dj.testing.replay_step(model, tmp_path / "before", (x, y))
@@ -276,8 +270,8 @@ def test_a_saved_step_is_replayed(tmp_path: Path) -> None:
         "layer.bias": (4, 2),
         "layer.kernel": (4, 2),
     }
-    fitted(model, batches(3))
-    other = compiled(dj.MirroredStrategy([7, 4, 5, 6]))
+    fit_one_epoch(model, batches(3))
+    other = compiled_model(dj.MirroredStrategy([7, 4, 5, 6]))
     again = dj.testing.replay_step(other, tmp_path / "before", (x, y))
     assert all(np.array_equal(first[name], again[name]) for name in first)
     model.save(tmp_path / "after")

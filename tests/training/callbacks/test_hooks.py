@@ -1,4 +1,4 @@
-"""Which hooks are called, in which order, with what; and what becomes of errors in them."""
+"""Which hooks are called, in which order, with what, and what happens to errors in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOOKS = [n for n in vars(dj.callbacks.Callback) if n.startswith("on_") and "on_b
 
 
 class Recorder(dj.callbacks.Callback):
-    """Writes down every call, with the names in its logs."""
+    """Records every call, with the names in its logs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ TRAIN = [
 ]
 
 
-def evaluated(*last: int) -> list[tuple[Any, ...]]:
-    """The calls of an evaluation whose dispatches end with these batches."""
+def evaluation_calls(*last: int) -> list[tuple[Any, ...]]:
+    """Returns the calls of an evaluation whose dispatches end with these batches."""
     batches = []
     first = 0
     for end in last:
@@ -54,28 +54,27 @@ def by_three(_compiled: Any) -> Any:
 
 
 def test_fit_calls_keras_hooks_in_keras_order(by_three: Any):
-    """Four batches by three in one dispatch, with validation; Keras numbers the last batch 5, not 3."""
+    """Four batches, three in a dispatch; Keras numbers the last batch 5, not 3."""
     recorder = Recorder()
     by_three.fit(recorder, batch_size=2, validation_data=(by_three.x, by_three.y))
     assert recorder.calls == [
         ("on_train_begin", []),
         ("on_epoch_begin", 0, []),
         *TRAIN,
-        *evaluated(2, 3),
+        *evaluation_calls(2, 3),
         ("on_epoch_end", 0, ["loss", "val_loss"]),
         ("on_train_end", ["loss", "val_loss"]),
     ]
 
 
 def test_evaluate_and_predict_call_their_hooks(by_three: Any):
-    """No hook of training is called."""
     recorder = Recorder()
     model = by_three.model
     model.evaluate(by_three.x, by_three.y, batch_size=4, callbacks=[recorder], verbose=0)
     calls = [(hook, *rest) for hook, *rest in recorder.calls]
     assert calls[0] == ("on_test_begin", [])
     assert calls[-1] == ("on_test_end", ["loss"])
-    assert {hook for hook, *_ in calls} <= {hook for hook, *_ in evaluated(0)}
+    assert {hook for hook, *_ in calls} <= {hook for hook, *_ in evaluation_calls(0)}
     recorder.calls.clear()
     model.predict(by_three.x, batch_size=4, callbacks=[recorder], verbose=0)
     assert recorder.calls == [
@@ -88,8 +87,8 @@ def test_evaluate_and_predict_call_their_hooks(by_three: Any):
     ]
 
 
-def test_a_callback_knows_the_model_and_the_run(example: Any):
-    """``examples`` counts the real ones, also in a partial batch, and from 0 in each epoch."""
+def test_callbacks_get_model_and_params(example: Any):
+    """``examples`` counts the real ones, from 0 in each epoch."""
     seen = []
     callback = dj.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: seen.append((batch, callback.params["examples"])),
@@ -105,7 +104,7 @@ def test_a_callback_knows_the_model_and_the_run(example: Any):
 
 @pytest.mark.parametrize("hook", ["on_batch_end", "on_epoch_end"])
 def test_stop_training_ends_the_training_after_the_step(example: Any, hook: str):
-    """In a batch's hook the epoch ends there, and is an epoch all the same."""
+    """An epoch that a batch hook stops still counts as an epoch."""
 
     def stop(at: int, logs: Any) -> None:
         example.model.stop_training = at == 1
@@ -117,7 +116,6 @@ def test_stop_training_ends_the_training_after_the_step(example: Any, hook: str)
 
 
 def test_a_later_fit_trains_again_after_stop_training(example: Any):
-    """The flag is of one training."""
     example.model.stop_training = True
     assert example.fit(epochs=2).epoch == [0, 1]
 
@@ -129,8 +127,7 @@ class FailedError(Exception):
 @pytest.mark.parametrize(
     "hook", ["on_train_begin", "on_train_batch_end", "on_test_end", "on_epoch_end"]
 )
-def test_an_error_in_a_callback_passes_unchanged_and_the_model_goes_on(example: Any, hook: str):
-    """The next training gives the numbers of a first one, and no strategy or mode is left behind."""
+def test_an_error_in_a_callback_propagates_and_the_model_stays_usable(example: Any, hook: str):
     error = FailedError("mine")
 
     def fail(*args: Any) -> None:
@@ -147,9 +144,7 @@ def test_an_error_in_a_callback_passes_unchanged_and_the_model_goes_on(example: 
     assert example.w == pytest.approx(0.49)
 
 
-def test_what_a_failing_run_holds_is_released(example: Any, tmp_path: Any):
-    """The files of the other callbacks are closed, so that the numbers so far are in them."""
-
+def test_a_failing_run_closes_the_files_of_other_callbacks(example: Any, tmp_path: Any):
     def fail(epoch: int, logs: Any) -> None:
         raise FailedError
 
@@ -160,8 +155,7 @@ def test_what_a_failing_run_holds_is_released(example: Any, tmp_path: Any):
     assert len((tmp_path / "log.csv").read_text().splitlines()) == 2
 
 
-def test_callbacks_may_be_one_or_a_nest(example: Any):
-    """As in Keras."""
+def test_callbacks_may_be_single_or_nested(example: Any):
     ends = []
     one = dj.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: ends.append(epoch))
     options = {"batch_size": 8, "verbose": 0}
@@ -178,10 +172,7 @@ def test_callbacks_may_be_one_or_a_nest(example: Any):
         ("early", r"objects of dj\.callbacks\.Callback.*got 'early'"),
     ],
 )
-def test_anything_else_than_a_callback_is_refused_before_anything_runs(
-    example: Any, given: Any, words: str
-):
-    """Alone and in a list; the message says what was found and how the line is to look."""
+def test_other_objects_are_refused_before_anything_runs(example: Any, given: Any, words: str):
     for callbacks in (given, [given]):
         for call in (example.model.fit, example.model.evaluate):
             with pytest.raises(ValueError, match=words):
@@ -189,10 +180,9 @@ def test_anything_else_than_a_callback_is_refused_before_anything_runs(
     assert example.w == 1.0
 
 
-def test_logs_are_only_brought_from_the_devices_when_a_callback_reads_them(
+def test_logs_are_copied_from_the_devices_only_for_callbacks_that_read_them(
     example: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    """One reading at the end of the epoch, and one for each batch only where a hook looks."""
     trainer = example.model.trainer
     read, count = type(trainer).logs, []
     monkeypatch.setattr(type(trainer), "logs", lambda *args: count.append(1) or read(*args))
@@ -202,8 +192,7 @@ def test_logs_are_only_brought_from_the_devices_when_a_callback_reads_them(
     assert len(count) == 1 + 5
 
 
-def test_lambda_callbacks_know_keras_hooks_only():
-    """A misspelt hook would never be called."""
+def test_unknown_hooks_of_lambda_callback_are_refused():
     with pytest.raises(ValueError, match=r"on_epoch_end.*got 'on_epoch_stop'"):
         dj.callbacks.LambdaCallback(on_epoch_stop=print)
     with pytest.raises(ValueError, match="must be None or a function; got 3"):
@@ -211,7 +200,6 @@ def test_lambda_callbacks_know_keras_hooks_only():
 
 
 def test_predictions_of_a_hook_are_those_that_predict_returns(example: Any):
-    """Joined over the batches."""
     found = []
     hook = dj.callbacks.LambdaCallback(
         on_predict_batch_end=lambda batch, logs: found.append(np.asarray(logs["outputs"]))
@@ -220,8 +208,7 @@ def test_predictions_of_a_hook_are_those_that_predict_returns(example: Any):
     np.testing.assert_array_equal(np.concatenate(found), whole)
 
 
-def test_later_runs_use_the_programs_of_the_first(example: Any):
-    """Also with callbacks, another rate, other weights, and after an error."""
+def test_later_runs_reuse_the_compiled_programs(example: Any):
     options = {"validation_data": (example.x, example.y)}
 
     def fail(*args: Any) -> None:

@@ -1,4 +1,4 @@
-"""``LogEvery``, and the numbers of a step of the user's while an epoch runs."""
+"""``LogEvery``, and the logs of a user's step while an epoch runs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ X = np.arange(1.0, 13.0, dtype=np.float32).reshape(12, 1)
 
 
 class Counting(dj.Model):
-    """Reports the sum of a batch, and trains nothing."""
-
     def train_step(self, batch: Any) -> Any:
         return {"sum": jnp.sum(batch[0])}
 
 
 def test_every_second_batch_is_logged(s2: dj.Strategy, capsys: pytest.CaptureFixture[str]):
-    """Steps go on over the epochs; of a user's step are logged its means so far, without metrics."""
+    """Steps continue over the epochs; a user's step logs its means so far, without metrics."""
     with s2.scope():
         model = Counting(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
     model.compile("sgd", "mse", metrics=["mae"])
@@ -36,10 +34,10 @@ def test_every_second_batch_is_logged(s2: dj.Strategy, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_steps_go_on_in_the_middle_of_an_epoch(
+def test_steps_continue_in_the_middle_of_an_epoch(
     order: int, s2: dj.Strategy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """After an interruption the steps are those of the whole training, whichever callback comes first."""
+    """After an interruption, whichever callback comes first."""
     for interrupted in (True, False):
         with s2.scope():
             model = dj.Model(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))

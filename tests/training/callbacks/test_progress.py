@@ -1,4 +1,4 @@
-"""What the user sees while a model trains: a bar in a terminal, lines elsewhere."""
+"""Progress: a bar in a terminal or notebook, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def lines(text: str) -> list[tuple[str, str, str | None]]:
 def test_a_line_for_each_epoch_without_a_terminal(
     example: Any, capsys: pytest.CaptureFixture[str], verbose: Any
 ):
-    """With the numbers of training and validation."""
     example.fit(epochs=2, verbose=verbose, validation_data=(example.x, example.y), batch_size=4)
     shown = lines(capsys.readouterr().out)
     assert [line[:2] for line in shown] == [("Epoch 1/2", "2"), ("Epoch 2/2", "2")]
@@ -41,7 +40,6 @@ def test_a_line_for_each_epoch_without_a_terminal(
 
 
 def test_evaluate_and_predict_print_a_line(example: Any, capsys: pytest.CaptureFixture[str]):
-    """And silence where it is asked for."""
     example.model.evaluate(example.x, example.y, batch_size=8)
     example.model.predict(example.x, batch_size=2)
     assert lines(capsys.readouterr().out) == [
@@ -55,8 +53,7 @@ def test_evaluate_and_predict_print_a_line(example: Any, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("verbose", [3, "yes", None])
-def test_another_verbosity_is_refused(example: Any, verbose: Any):
-    """The message says what there is."""
+def test_unknown_verbosity_is_refused(example: Any, verbose: Any):
     with pytest.raises(
         ValueError, match=r"verbose.* must be (one of 'auto', 0, 1, 2|an integer or a str); got"
     ):
@@ -65,7 +62,7 @@ def test_another_verbosity_is_refused(example: Any, verbose: Any):
 
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> Console:
-    """A terminal that can be read; every batch is drawn."""
+    """A terminal whose output can be read; every batch is drawn."""
     console = Console(file=StringIO(), force_terminal=True, width=160, color_system=None)
     monkeypatch.setattr("rich.console.Console", lambda: console)
     monkeypatch.setattr(_progress, "REFRESH_SECONDS", 0.0)
@@ -73,7 +70,6 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Console:
 
 
 def test_a_bar_shows_batches_speed_and_numbers(example: Any, screen: Console):
-    """The numbers are those of a batch or so before; the epoch's line stays."""
     example.fit(verbose=1, epochs=2, batch_size=2, x=np.tile(example.x, (8, 1)),
                 y=np.tile(example.y, (8, 1)))  # fmt: skip
     text = screen.file.getvalue()
@@ -88,7 +84,6 @@ def test_a_bar_shows_batches_speed_and_numbers(example: Any, screen: Console):
 def test_the_bar_never_waits_for_a_step(
     example: Any, screen: Console, monkeypatch: pytest.MonkeyPatch
 ):
-    """What is not ready is not read, and nothing else is asked for meanwhile."""
     asked = []
 
     class Unready:
@@ -106,10 +101,9 @@ def test_the_bar_never_waits_for_a_step(
     assert "4/4" in screen.file.getvalue()
 
 
-def test_the_bar_looks_ten_times_a_second_at_most(
+def test_the_bar_is_drawn_ten_times_a_second_at_most(
     example: Any, screen: Console, monkeypatch: pytest.MonkeyPatch
 ):
-    """Fast batches cost nothing: of 4 batches in no time one is drawn, after "compiling…"."""
     monkeypatch.setattr(_progress, "REFRESH_SECONDS", 0.1)
     monkeypatch.setattr(_progress.time, "perf_counter", lambda: 100.0)
     drawn = []
@@ -118,9 +112,7 @@ def test_the_bar_looks_ten_times_a_second_at_most(
     assert drawn == [0, 1]
 
 
-def test_an_error_leaves_the_terminal_as_it_was(example: Any, screen: Console):
-    """The bar is gone and the cursor is back."""
-
+def test_an_error_restores_the_terminal(example: Any, screen: Console):
     def fail(batch: int, logs: Any) -> None:
         if batch:
             raise RuntimeError("mine")
@@ -132,7 +124,6 @@ def test_an_error_leaves_the_terminal_as_it_was(example: Any, screen: Console):
 
 
 def test_the_length_of_a_dataset_of_unknown_length_is_known_after_an_epoch(screen: Console):
-    """Then the bar has an end."""
     bar = _progress.Bar("fit", screen)
     bar.set_params({"epochs": 2, "steps": None, "examples": 4})
     totals = []
@@ -148,7 +139,6 @@ def test_the_length_of_a_dataset_of_unknown_length_is_known_after_an_epoch(scree
 def test_the_speed_is_that_of_training_without_validation(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """Of three batches in nine seconds, then a validation of a minute."""
     now = [0.0]
     monkeypatch.setattr(_progress.time, "perf_counter", lambda: now[0])
     shown = _progress.Lines("fit")
@@ -168,8 +158,7 @@ def test_the_speed_is_that_of_training_without_validation(
     assert capsys.readouterr().out == f"Epoch 1/2 - {text}Epoch 2/2 - {text}"
 
 
-def test_validation_has_its_progress(example: Any, screen: Console):
-    """The bar goes on with the batches of the validation."""
+def test_validation_is_shown(example: Any, screen: Console):
     example.fit(verbose=1, batch_size=2, validation_data=(example.x, example.y))
     assert re.search(r"Epoch 1/1 validation .* 0/4 ", screen.file.getvalue())
     assert re.search(r"Epoch 1/1 validation .* 4/4 ", screen.file.getvalue())
@@ -177,7 +166,6 @@ def test_validation_has_its_progress(example: Any, screen: Console):
 
 @pytest.mark.parametrize("width", [40, 60, 100])
 def test_lines_fit_the_terminal(screen: Console, width: int):
-    """A line is broken between two numbers; the bar is there also where it is narrow."""
     screen.width = width
     bar = _progress.Bar("fit", screen)
     bar.set_params({"epochs": 1, "steps": 2, "examples": 4})
@@ -191,7 +179,6 @@ def test_lines_fit_the_terminal(screen: Console, width: int):
 
 
 def test_a_notebook_needs_no_widgets(example: Any, monkeypatch: pytest.MonkeyPatch):
-    """Its bar is text that is replaced, and in the end the line of the epoch."""
     shown: list[list[str]] = []
 
     class Handle:
@@ -212,20 +199,19 @@ def test_a_notebook_needs_no_widgets(example: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_other_processes_are_silent(monkeypatch: pytest.MonkeyPatch):
-    """One bar for a job."""
     assert len(_progress.progress("auto", "fit")) == 1
     monkeypatch.setattr("distribute_jax.processes._job._current", SimpleNamespace(index=1))
     assert _progress.progress("auto", "fit") == []
 
 
 @pytest.mark.parametrize("options", [{}, {"verify": "first"}, {"steps_per_execution": 2}], ids=str)
-def test_the_speed_has_no_compilation_of_later_batches(
+def test_the_speed_excludes_compilation_of_later_batches(
     s2: dj.Strategy,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
 ):
-    """A step takes one second, and each trace 1000: of the first batch, of a partial one, of two at once."""
+    """A step takes one second, and each trace 1000."""
     now = [0.0]
     monkeypatch.setattr(_progress.time, "perf_counter", lambda: now[0])
 

@@ -1,4 +1,4 @@
-"""Callbacks that watch a number: the training ends, weights come back, the rate falls, or is looked for."""
+"""Callbacks that monitor a number: early stopping, learning rate schedules and search, NaN."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ ReduceLROnPlateau = dj.callbacks.ReduceLROnPlateau
 def test_training_ends_when_the_number_stops_improving(
     example: Any, feed: Any, numbers: list[float], options: Any, epochs: int
 ):
-    """The number of epochs is Keras's; a NaN is neither an improvement nor the best value."""
+    """The number of epochs is Keras's; NaN is neither an improvement nor the best value."""
     stop = EarlyStopping("number_error", **options)
     history = example.fit(feed(number_error=[*numbers, *[9.0] * 9]), stop, epochs=len(numbers))
     assert len(history.epoch) == epochs
 
 
-def test_the_best_weights_come_back(example: Any):
-    """The rate 0.05 overshoots: losses 25.5, 61.3; the weight of the first epoch's end is -1.55."""
+def test_the_best_weights_are_restored(example: Any):
+    """The rate 0.05 overshoots: losses 25.5, 61.3; the weight after the first epoch is -1.55."""
     example.model.learning_rate = 0.05
     stop = EarlyStopping("loss", restore_best_weights=True)
     history = example.fit(stop, epochs=9)
@@ -51,7 +51,6 @@ def test_the_best_weights_come_back(example: Any):
 
 
 def test_without_restoring_the_last_weights_stay(example: Any, capsys: pytest.CaptureFixture[str]):
-    """And verbose says where it ended."""
     example.model.learning_rate = 0.05
     example.fit(EarlyStopping("loss", verbose=1), epochs=9)
     assert example.w == pytest.approx(1.55**2)
@@ -75,7 +74,6 @@ def test_the_rate_falls_on_a_plateau_and_nothing_is_compiled_again(example: Any,
 def test_a_scheduler_sets_the_rate_of_every_epoch_and_nothing_is_compiled_again(
     example: Any, capsys: pytest.CaptureFixture[str]
 ):
-    """The weights follow the rates, which the history holds."""
     example.fit()
     example.reset()
     before = example.traces
@@ -90,7 +88,6 @@ def test_a_scheduler_sets_the_rate_of_every_epoch_and_nothing_is_compiled_again(
 
 
 def test_a_schedule_that_does_not_return_a_number_is_refused(example: Any):
-    """A schedule without a return statement returns None."""
     with pytest.raises(
         ValueError, match=r"returned None for epoch 0\. It must return the new rate"
     ):
@@ -98,7 +95,6 @@ def test_a_schedule_that_does_not_return_a_number_is_refused(example: Any):
 
 
 def test_a_schedule_may_take_the_epoch_alone(example: Any):
-    """Keras's tutorials write ``def decay(epoch)``; any other number of arguments is an error at once."""
     history = example.fit(
         dj.callbacks.LearningRateScheduler(lambda epoch: 0.1 / 2**epoch), epochs=2
     )
@@ -110,8 +106,7 @@ def test_a_schedule_may_take_the_epoch_alone(example: Any):
             dj.callbacks.LearningRateScheduler(wrong)  # type: ignore[arg-type]
 
 
-def fitted(strategy: Any, tx: Any, *callbacks: Any) -> dj.Model:
-    """A model of one weight after three epochs."""
+def fitted_model(strategy: Any, tx: Any, *callbacks: Any) -> dj.Model:
     with strategy.scope():
         model = dj.Model(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
         model.compile(tx, "mse")
@@ -121,9 +116,8 @@ def fitted(strategy: Any, tx: Any, *callbacks: Any) -> dj.Model:
 
 
 def test_the_rate_of_an_optax_optimizer_can_be_read_and_set(s4: Any):
-    """The same weights as with the name of Keras, whose rate is state, under the same schedule."""
     halve = dj.callbacks.LearningRateScheduler(lambda epoch, lr: lr / 2)
-    models = [fitted(s4, tx, halve) for tx in (optax.sgd(0.01), "sgd")]
+    models = [fitted_model(s4, tx, halve) for tx in (optax.sgd(0.01), "sgd")]
     assert models[0].history.history == models[1].history.history
     assert models[0].learning_rate == pytest.approx(0.00125)
     models[0].optimizer.learning_rate = 0.5
@@ -131,33 +125,29 @@ def test_the_rate_of_an_optax_optimizer_can_be_read_and_set(s4: Any):
 
 
 def test_the_rate_of_a_schedule_can_be_read_and_not_set(s2: Any):
-    """What the last update used; a schedule would overwrite what is set, so that is an error."""
-    model = fitted(s2, optax.adam(optax.linear_schedule(0.1, 0.0, 10)))
+    model = fitted_model(s2, optax.adam(optax.linear_schedule(0.1, 0.0, 10)))
     assert model.learning_rate == pytest.approx(0.08)
     with pytest.raises(ValueError, match="follows a schedule, which sets it at each update"):
         model.learning_rate = 0.1
 
 
 def test_a_rate_that_is_not_state_is_refused_before_the_first_step(s2: Any):
-    """The message says how to compile instead."""
     several = optax.partition(
         {"all": optax.sgd(0.1)}, lambda tree: jax.tree.map(lambda _: "all", tree)
     )
     with pytest.raises(ValueError, match="inject_hyperparams"):
-        fitted(s2, several, ReduceLROnPlateau("loss"))
+        fitted_model(s2, several, ReduceLROnPlateau("loss"))
 
 
 @pytest.mark.parametrize("callback", [EarlyStopping, ReduceLROnPlateau])
-def test_a_number_that_is_not_there_is_a_warning_that_lists_what_is(example: Any, callback: Any):
-    """Once for each training, and the training goes on."""
+def test_a_missing_number_warns_with_the_available_ones(example: Any, callback: Any):
     with pytest.warns(
         UserWarning, match=r"watches 'val_loss'.*The logs have: loss.*validation_data"
     ):
         assert len(example.fit(callback("val_loss"), epochs=2).epoch) == 2
 
 
-def test_epochs_without_validation_are_not_a_fault(example: Any, feed: Any):
-    """With validation_freq=2 every second epoch has no val_loss; only the first ever misses it."""
+def test_epochs_without_validation_do_not_warn(example: Any, feed: Any):
     options = {"validation_data": (example.x, example.y), "validation_freq": 2}
     with pytest.warns(UserWarning, match="watches 'val_loss'") as found:
         example.fit(EarlyStopping(patience=2), epochs=4, **options)
@@ -171,16 +161,14 @@ def test_epochs_without_validation_are_not_a_fault(example: Any, feed: Any):
         ("val_acc", 2, 1), ("auc", 2, 1), ("val_f1_score", 2, 1), ("accumulated_loss", 1, 2),
     ],
 )  # fmt: skip
-def test_mode_auto_goes_by_the_name(name: str, value: float, than: float):
-    """Loss and errors fall, accuracy and its kind rise."""
+def test_mode_auto_is_inferred_from_the_name(name: str, value: float, than: float):
     watch = Monitor(name, "auto")
     assert watch.is_better(value, than)
     assert not watch.is_better(than, value)
     assert not watch.is_better(value, value)
 
 
-def test_a_name_that_does_not_say_which_way_is_better_needs_a_mode(example: Any, feed: Any):
-    """As in Keras 3: a guess would be wrong half the time."""
+def test_an_ambiguous_name_needs_a_mode(example: Any, feed: Any):
     with pytest.raises(ValueError, match=r'Pass mode="max" or mode="min"'):
         example.fit(feed(reward=[1, 2]), EarlyStopping("reward"), epochs=2)
     with pytest.raises(ValueError, match="'auto', 'min', 'max'; got 'lower'"):
@@ -189,8 +177,7 @@ def test_a_name_that_does_not_say_which_way_is_better_needs_a_mode(example: Any,
         ReduceLROnPlateau(factor=1.0)
 
 
-def test_a_loss_that_is_not_finite_ends_the_training_and_the_first_bad_leaf_is_named(example: Any):
-    """The rate 1e30 makes w infinite in a step or two."""
+def test_a_nonfinite_loss_ends_the_training_and_names_the_first_bad_leaf(example: Any):
     example.model.learning_rate = 1e30
     guard = dj.callbacks.TerminateOnNaN()
     with pytest.warns(
@@ -211,8 +198,7 @@ def test_a_bad_batch_is_distinguished_from_bad_weights(example: Any):
     assert len(history.epoch) == 1
 
 
-def test_the_loss_of_a_batch_is_looked_at_without_waiting_for_it(example: Any):
-    """Within an epoch of 500 batches the training ends long before the epoch does."""
+def test_the_loss_is_checked_without_waiting_for_it(example: Any):
     example.model.learning_rate = 1e30
     with pytest.warns(RuntimeWarning, match="seen in batch"):
         example.fit(dj.callbacks.TerminateOnNaN(), x=np.tile(example.x, (500, 1)),
@@ -225,8 +211,6 @@ Y = X.sum(axis=1, keepdims=True)
 
 
 class Noisy(nnx.Module):
-    """Draws random numbers, which replicas share."""
-
     def __init__(self) -> None:
         self.layer = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
         self.rngs = dj.same_on_all_replicas(nnx.Rngs(1))
@@ -235,8 +219,8 @@ class Noisy(nnx.Module):
         return self.layer(x) + 1e-3 * jax.random.normal(self.rngs(), ())
 
 
-def searched(strategy: dj.Strategy, **options: Any) -> dj.callbacks.LearningRateFinder:
-    """Returns a finder after a search, which has left all state as it was."""
+def search(strategy: dj.Strategy, **options: Any) -> dj.callbacks.LearningRateFinder:
+    """Runs a search and returns the finder; checks that all state is as before."""
     with strategy.scope():
         model = dj.Model(Noisy())
     model.compile((optax.adam if options else optax.sgd)(0.123), "mse", **options)
@@ -253,8 +237,8 @@ def searched(strategy: dj.Strategy, **options: Any) -> dj.callbacks.LearningRate
 
 
 def test_rates_grow_until_the_loss_does(s2: dj.Strategy):
-    """The search ends where SGD leaves the minimum; suggested is a rate before, at which the loss falls."""
-    finder = searched(s2)
+    """The search ends where SGD diverges; the suggestion is a lower rate, at which the loss falls."""
+    finder = search(s2)
     tried = len(finder.rates)
     assert tried < 40
     np.testing.assert_allclose(finder.rates, np.geomspace(1e-5, 100, 40)[:tried], rtol=1e-5)
@@ -265,7 +249,6 @@ def test_rates_grow_until_the_loss_does(s2: dj.Strategy):
 
 
 def test_too_few_batches_and_wrong_rates():
-    """A warning says how many rates were tried; rates that fall and schedules are refused."""
     model = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
     model.compile("sgd", "mse")
     finder = dj.callbacks.LearningRateFinder()
@@ -288,11 +271,8 @@ def test_too_few_batches_and_wrong_rates():
 )
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("kind", [dj.MirroredStrategy, dj.FullyShardedStrategy])
-def test_losses_are_those_of_one_device(kind: Any, devices: int, options: dict[str, Any]):
-    """At every rate, whatever else the optimizer keeps."""
-    finders = [
-        searched(s, **options) for s in (kind(range(devices)), dj.OneDeviceStrategy("cpu:0"))
-    ]
+def test_search_losses_are_those_of_one_device(kind: Any, devices: int, options: dict[str, Any]):
+    finders = [search(s, **options) for s in (kind(range(devices)), dj.OneDeviceStrategy("cpu:0"))]
     assert finders[0].rates == finders[1].rates
     np.testing.assert_allclose(finders[0].losses, finders[1].losses, rtol=1e-3)
     assert finders[0].suggestion == finders[1].suggestion
