@@ -1,4 +1,4 @@
-"""Under ``jax.numpy_dtype_promotion("strict")``, which is for the user's code, the library computes the same."""
+"""Under ``jax.numpy_dtype_promotion("strict")``, which is for user code, the library computes the same."""
 
 from __future__ import annotations
 
