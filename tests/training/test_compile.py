@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from model_factory import compile_model
 
 import distribute_jax as dj
 from distribute_jax.training._keras_optimizers import with_adjustable_rate
@@ -31,12 +32,9 @@ class Net(nnx.Module):
         return self.layer(x)
 
 
-def made(strategy: dj.Strategy, module: Callable[[], Any] = Net, **options: Any) -> dj.Model:
-    given = {"optimizer": "sgd", "loss": optax.softmax_cross_entropy_with_integer_labels, **options}
-    with strategy.scope():
-        model = dj.Model(module())
-        model.compile(**given)
-    return model
+def make_model(strategy: dj.Strategy, module: Callable[[], Any] = Net, **options: Any) -> dj.Model:
+    loss = {"loss": optax.softmax_cross_entropy_with_integer_labels}
+    return compile_model(strategy, module, **loss | options)
 
 
 def own_metric(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
@@ -46,7 +44,7 @@ def own_metric(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
 
 @pytest.mark.exhaustive
 def test_metrics_of_every_kind(strategy: dj.Strategy):
-    model = made(
+    model = make_model(
         strategy,
         metrics=["accuracy", own_metric, dj.metrics.Accuracy(), nnx.metrics.Accuracy()],
         weighted_metrics=["accuracy", own_metric],
@@ -87,7 +85,7 @@ class Normed(nnx.Module):
 def test_batch_norm_after_one_step(axis_name: str | None, variances: dict[int, float]):
     """The moving mean is 2.25 on any number of replicas; with an axis name the variance is the batch's."""
     for replicas, variance in variances.items():
-        model = made(
+        model = make_model(
             dj.MirroredStrategy(list(range(replicas))), lambda: Normed(axis_name), loss="mse",
             optimizer=optax.sgd(0.01),
         )  # fmt: skip
@@ -99,7 +97,7 @@ def test_batch_norm_after_one_step(axis_name: str | None, variances: dict[int, f
 
 def test_optimizers_by_name_have_a_rate_that_can_be_set(s4: dj.MirroredStrategy):
     """A new rate is used by the next step without another program."""
-    model = made(s4, optimizer="adam")
+    model = make_model(s4, optimizer="adam")
     assert model.learning_rate == pytest.approx(1e-3)
     model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
     before = model.get_weights()
@@ -160,7 +158,7 @@ def test_captured_values_of_a_loss_are_read_at_each_step(s4: dj.MirroredStrategy
     def scaled(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
         return factor[0] * jnp.abs(y_pred[:, 0] - y_true)
 
-    model = made(s4, loss=scaled)
+    model = make_model(s4, loss=scaled)
     one = model.evaluate(X, Y)
     factor[0] = 3.0
     assert model.evaluate(X, Y) == pytest.approx(3 * one)
@@ -182,10 +180,7 @@ TARGETS = X[:16].sum(axis=1, keepdims=True)
 
 
 def headed(strategy: dj.Strategy, **options: Any) -> dj.Model:
-    with strategy.scope():
-        model = dj.Model(Headed())
-    model.compile(optax.adam(0.1), "mse", **options)
-    return model
+    return compile_model(strategy, Headed, optimizer=optax.adam(0.1), **options)
 
 
 def test_only_trained_weights_change_and_have_optimizer_state(s4: dj.Strategy):

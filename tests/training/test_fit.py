@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from model_factory import compile_model
 
 import distribute_jax as dj
 
@@ -38,17 +39,13 @@ class Net(nnx.Module):
         return self.last(self.dropout(nnx.relu(x)))
 
 
-def made(strategy: dj.Strategy, module: Any = Net, **options: Any) -> dj.Model:
-    given = {
+def make_model(strategy: dj.Strategy, module: Any = Net, **options: Any) -> dj.Model:
+    defaults = {
         "optimizer": optax.adam(0.05),
         "loss": optax.softmax_cross_entropy_with_integer_labels,
         "metrics": ["accuracy"],
-        **options,
     }
-    with strategy.scope():
-        model = dj.Model(module())
-        model.compile(**given)
-    return model
+    return compile_model(strategy, module, **defaults | options)
 
 
 def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -89,7 +86,7 @@ def train_with_plain_flax() -> tuple[list[float], list[np.ndarray]]:
 
 def test_fit_equals_plain_flax_on_one_device(strategy: dj.Strategy):
     """Three epochs of Adam, each with a partial batch."""
-    model = made(strategy)
+    model = make_model(strategy)
     history = model.fit(X, Y, batch_size=8, epochs=3, shuffle=False, verbose=0)
     losses, weights = train_with_plain_flax()
     close(history.history["loss"], losses)
@@ -98,7 +95,7 @@ def test_fit_equals_plain_flax_on_one_device(strategy: dj.Strategy):
 
 
 def test_validation_split_and_frequency(s4: dj.MirroredStrategy):
-    model = made(s4)
+    model = make_model(s4)
     history = model.fit(
         X, Y, batch_size=8, epochs=4, validation_split=0.25, validation_freq=2, verbose=0
     )
@@ -113,7 +110,7 @@ def test_validation_split_and_frequency(s4: dj.MirroredStrategy):
 
 
 def test_fit_compiles_a_step_once_for_full_and_once_for_partial_batches(s4: dj.MirroredStrategy):
-    model = made(s4)
+    model = make_model(s4)
     model.fit(X, Y, batch_size=8, epochs=2, validation_data=(X, Y), verbose=0)
     assert s4._runner.programs() == 4
     model.fit(X, Y, batch_size=8, epochs=3, validation_data=(X, Y), verbose=0)
@@ -129,7 +126,7 @@ def test_steps_per_epoch_continue_in_the_data(s4: dj.MirroredStrategy):
             seen.append(i)
             yield X[:8] + i, Y[:8]
 
-    model = made(s4)
+    model = make_model(s4)
     model.fit(endless, steps_per_epoch=3, epochs=2, verbose=0)
     assert int(model.optimizer.step[...]) == 6
     assert len(seen) <= 6 + 4  # the prefetched ones
@@ -138,7 +135,7 @@ def test_steps_per_epoch_continue_in_the_data(s4: dj.MirroredStrategy):
 
 
 def test_data_that_ends_early_ends_the_training_with_a_warning(s4: dj.MirroredStrategy):
-    model = made(s4)
+    model = make_model(s4)
     with pytest.warns(UserWarning, match="ran out of data after 3 of 4"):
         history = model.fit(list(batches()), steps_per_epoch=2, epochs=2, verbose=0)
     assert len(history.history["loss"]) == 2
@@ -147,7 +144,7 @@ def test_data_that_ends_early_ends_the_training_with_a_warning(s4: dj.MirroredSt
 
 def test_data_that_ends_between_epochs_begins_again(s4: dj.MirroredStrategy, tmp_path: Path):
     """Six epochs of one step are two passes of three batches, also when resumed in the second one."""
-    passes, steps, resumed = (made(s4) for _ in range(3))
+    passes, steps, resumed = (make_model(s4) for _ in range(3))
     options: Any = {"batch_size": 8, "verbose": 0}
     passes.fit(X, Y, epochs=2, **options)
     history = steps.fit(X, Y, steps_per_epoch=1, epochs=6, **options).history
@@ -168,8 +165,8 @@ def test_class_weights_scale_the_loss_of_their_class(s4: dj.MirroredStrategy, ki
     sparse = dj.losses.SparseCategoricalCrossentropy(from_logits=True)
     dense = dj.losses.CategoricalCrossentropy(from_logits=True)
     y = np.eye(2, dtype=np.float32)[Y] if kind == "one-hot" else Y[:, None]
-    one = made(s4, loss=dense if kind == "one-hot" else sparse, metrics=[])
-    other = made(s4, loss=sparse, metrics=[])
+    one = make_model(s4, loss=dense if kind == "one-hot" else sparse, metrics=[])
+    other = make_model(s4, loss=sparse, metrics=[])
     others = RNG.uniform(0.5, 2, len(X)).astype(np.float32)
     weight = np.where(Y == 1, 5.0, 1.0).astype(np.float32)
     options: Any = {"batch_size": 8, "shuffle": False, "verbose": 0}
@@ -182,7 +179,7 @@ def test_class_weights_scale_the_loss_of_their_class(s4: dj.MirroredStrategy, ki
 
 
 def test_the_mean_of_examples_without_weight_is_nan_without_a_warning(s4: dj.MirroredStrategy):
-    model = made(s4, weighted_metrics=[dj.metrics.SparseCategoricalAccuracy()])
+    model = make_model(s4, weighted_metrics=[dj.metrics.SparseCategoricalAccuracy()])
     logs = model.evaluate(X, Y, sample_weight=0 * X[:, 0], batch_size=8, return_dict=True)
     assert np.isnan(logs["sparse_categorical_accuracy"])
     assert logs["accuracy"] >= 0
@@ -203,7 +200,7 @@ class TwoHeads(nnx.Module):
 
 def test_several_outputs_and_added_losses(strategy: dj.Strategy):
     target = X.sum(axis=1, keepdims=True)
-    model = made(
+    model = make_model(
         strategy, TwoHeads, optimizer=optax.sgd(0.01), loss={"a": "mse", "b": "mae"},
         loss_weights={"a": 1.0, "b": 3.0}, metrics={"a": ["mae"]},
     )  # fmt: skip
@@ -237,14 +234,14 @@ def test_an_overridden_train_step(strategy: dj.Strategy):
     with strategy.scope():
         model = HalvedLoss(Net())
         model.compile(optax.sgd(0.5))
-    before = made(strategy).evaluate(X, Y, batch_size=22)[0]
+    before = make_model(strategy).evaluate(X, Y, batch_size=22)[0]
     history = model.fit(X, Y, batch_size=22, epochs=3, verbose=0)
     assert history.history["half"][0] == pytest.approx(before / 2, rel=1e-5)
     assert history.history["half"][-1] < history.history["half"][0]
 
 
 def test_dropout_and_batch_norm_get_the_mode(strategy: dj.Strategy):
-    model = made(strategy, lambda: Net(dropout=0.5, norm=True))
+    model = make_model(strategy, lambda: Net(dropout=0.5, norm=True))
     model.module.eval()
     stats = [np.asarray(model.module.norm.mean[...])]
     first, second = model.predict(X, batch_size=22), model.predict(X, batch_size=22)
@@ -273,7 +270,7 @@ def test_a_first_fit_with_dropout_logs_no_warning(
 
 
 def test_one_batch_at_a_time(s4: dj.MirroredStrategy):
-    model = made(s4)
+    model = make_model(s4)
     tested = model.test_on_batch(X[:8], Y[:8], return_dict=True)
     trained = model.train_on_batch(X[:8], Y[:8])
     assert trained == pytest.approx(list(tested.values()))
@@ -283,7 +280,7 @@ def test_one_batch_at_a_time(s4: dj.MirroredStrategy):
 
 @pytest.mark.exhaustive
 def test_get_weights_and_set_weights(s4: dj.MirroredStrategy):
-    model, other = made(s4), made(s4)
+    model, other = make_model(s4), make_model(s4)
     model.fit(X, Y, batch_size=8, verbose=0)
     other.set_weights(model.get_weights())
     np.testing.assert_array_equal(model.predict(X), other.predict(X))
@@ -296,7 +293,7 @@ def test_get_weights_and_set_weights(s4: dj.MirroredStrategy):
 
 
 def test_inside_and_outside_the_scope(s4: dj.MirroredStrategy, s2: dj.MirroredStrategy):
-    model = made(s4)
+    model = make_model(s4)
     with s4.scope():
         inside = model.evaluate(X, Y)
     assert model.evaluate(X, Y) == inside
@@ -315,7 +312,7 @@ def test_a_module_built_outside_the_scope_is_refused(s4: dj.MirroredStrategy):
 
 @pytest.mark.exhaustive
 def test_logits_are_refused_where_probabilities_are_expected(s4: dj.MirroredStrategy):
-    model = made(s4, loss="sparse_categorical_crossentropy")
+    model = make_model(s4, loss="sparse_categorical_crossentropy")
     before = model.get_weights()
     with pytest.raises(ValueError, match=r"SparseCategoricalCrossentropy\(from_logits=True\)"):
         model.fit(X, Y, batch_size=8, verbose=0)
@@ -325,8 +322,8 @@ def test_logits_are_refused_where_probabilities_are_expected(s4: dj.MirroredStra
         def __call__(self, x: jax.Array) -> jax.Array:
             return nnx.softmax(super().__call__(x))
 
-    fine = made(s4, Softmax, loss="sparse_categorical_crossentropy")
-    logits = made(s4)
+    fine = make_model(s4, Softmax, loss="sparse_categorical_crossentropy")
+    logits = make_model(s4)
     expected = logits.evaluate(X, Y, batch_size=8)
     assert fine.evaluate(X, Y, batch_size=8) == pytest.approx(expected, rel=1e-5)
 
@@ -343,7 +340,7 @@ class Mean(Net):
 
 
 def test_invalid_arguments_are_refused(s4: dj.MirroredStrategy):
-    model = made(s4)
+    model = make_model(s4)
     unweighted: Any = {"weighted_metrics": [nnx.metrics.Average("y_pred")]}
     y, metric, unknown = {"a": Y, "b": Y}, dj.metrics.Accuracy(), {"zz": "binary_crossentropy"}
     twice: Any = {"metrics": [metric], "weighted_metrics": [metric]}
@@ -370,24 +367,27 @@ def test_invalid_arguments_are_refused(s4: dj.MirroredStrategy):
         (lambda: model.fit(X, Y, batch_size=0), "batch"),
         (lambda: model.fit(X, Y, validation_freq=0, validation_data=(X, Y)), "integer >= 1; got 0"),
         (lambda: model.fit(X, [Y]), "single loss"),
-        (lambda: made(s4, loss=unreduced).fit(X, Y), r'reduction=None(.|\n)*pass "sum"'),
+        (lambda: make_model(s4, loss=unreduced).fit(X, Y), r'reduction=None(.|\n)*pass "sum"'),
         (
-            lambda: made(s4, loss=lambda y, p: jnp.mean(p[:, 0] - y)).fit(X, Y),
+            lambda: make_model(s4, loss=lambda y, p: jnp.mean(p[:, 0] - y)).fit(X, Y),
             "for the whole batch",
         ),
-        (lambda: made(s4, **twice), "one Accuracy object twice"),
-        (lambda: made(s4, TwoHeads, loss=unknown).fit(X, y), "'zz'.*a dict of"),
-        (lambda: made(s4, loss=unknown).fit(X, y), "'zz'.*one array"),
-        (lambda: made(s4, TwoHeads, **other).fit(X, y), "metric for 'zz'"),
-        (lambda: made(s4, TwoHeads, **both).fit(X, y, class_weight={0: 2.0}), "class_weight"),
-        (lambda: made(s4, metrics=[nnx.metrics.Average()]).fit(X, Y), "values="),
-        (lambda: made(s4, metrics=[loss]), "'loss', which is the name of the loss"),
+        (lambda: make_model(s4, **twice), "one Accuracy object twice"),
+        (lambda: make_model(s4, TwoHeads, loss=unknown).fit(X, y), "'zz'.*a dict of"),
+        (lambda: make_model(s4, loss=unknown).fit(X, y), "'zz'.*one array"),
+        (lambda: make_model(s4, TwoHeads, **other).fit(X, y), "metric for 'zz'"),
+        (lambda: make_model(s4, TwoHeads, **both).fit(X, y, class_weight={0: 2.0}), "class_weight"),
+        (lambda: make_model(s4, metrics=[nnx.metrics.Average()]).fit(X, Y), "values="),
+        (lambda: make_model(s4, metrics=[loss]), "'loss', which is the name of the loss"),
         (
-            lambda: made(s4, metrics=[nnx.metrics.Average("z")]).fit(X, Y),
+            lambda: make_model(s4, metrics=[nnx.metrics.Average("z")]).fit(X, Y),
             "reads z=, and fit passes",
         ),
-        (lambda: made(s4, **unweighted).fit(X, Y, sample_weight=X[:, 0]), "has no sample_weight"),
-        (lambda: made(s4, Mean).predict(X[:16], batch_size=8), "one row for each example"),
+        (
+            lambda: make_model(s4, **unweighted).fit(X, Y, sample_weight=X[:, 0]),
+            "has no sample_weight",
+        ),
+        (lambda: make_model(s4, Mean).predict(X[:16], batch_size=8), "one row for each example"),
         (lambda: model.train_on_batch(list(batches())), "one batch"),
         (lambda: model.compile("adam", "mse", steps_per_execution=0), "steps_per_execution"),
         (lambda: model.compile("adam", "mse", metrics=[3]), "metric"),
@@ -413,7 +413,7 @@ class TwoOutputs(nnx.Module):
 @pytest.mark.exhaustive
 def test_outputs_and_targets_in_a_list(s4: dj.MirroredStrategy):
     loss = optax.softmax_cross_entropy_with_integer_labels
-    model = made(s4, TwoOutputs, loss=[loss, loss], metrics=None)
+    model = make_model(s4, TwoOutputs, loss=[loss, loss], metrics=None)
     logs = model.evaluate(X, [Y, 1 - Y], batch_size=8, return_dict=True)
     a, b = (np.asarray(out) for out in model.predict(X, batch_size=8))
     expected = [float(np.mean(loss(a, Y))), float(np.mean(loss(b, 1 - Y)))]
@@ -428,14 +428,14 @@ def test_added_losses_alone_can_be_minimised(s4: dj.MirroredStrategy):
             self.sow(dj.AddedLoss, "decay", jnp.sum(self.last.kernel[...] ** 2))
             return super().__call__(x)
 
-    model = made(s4, Penalty, loss=None, metrics=None, optimizer=optax.sgd(0.25))
+    model = make_model(s4, Penalty, loss=None, metrics=None, optimizer=optax.sgd(0.25))
     before = np.asarray(model.module.last.kernel[...])
     history = model.fit(X, batch_size=22, verbose=0)
     np.testing.assert_allclose(model.module.last.kernel[...], before / 2, rtol=1e-5)
     assert history.history["loss"] == pytest.approx([np.sum(before**2)], rel=1e-5)
     assert model.evaluate(X) == pytest.approx(np.sum((before / 2) ** 2), rel=1e-5)
     with pytest.raises(ValueError, match="nothing to minimise"):
-        made(s4, loss=None, metrics=None).fit(X, verbose=0)
+        make_model(s4, loss=None, metrics=None).fit(X, verbose=0)
 
 
 def test_a_model_predicts_before_it_is_compiled(s4: dj.MirroredStrategy):
@@ -447,7 +447,7 @@ def test_a_model_predicts_before_it_is_compiled(s4: dj.MirroredStrategy):
 
 
 def test_batch_norm_on_a_partial_batch_says_what_to_do_in_fit(s4: dj.MirroredStrategy):
-    model = made(s4, lambda: Net(norm=True))
+    model = make_model(s4, lambda: Net(norm=True))
     with pytest.raises(dj.PaddingLeakError) as caught:
         model.fit(X, Y, batch_size=8, verbose=0)
     (note,) = caught.value.__notes__

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from model_factory import compile_model, linear
 
 import distribute_jax as dj
 
@@ -28,15 +29,12 @@ class OwnStep(dj.Model):
         return {"loss": loss}
 
 
-def made(strategy: dj.Strategy, kind: type = dj.Model, **options: Any) -> dj.Model:
-    with strategy.scope():
-        model = kind(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
-    model.compile(optax.sgd(0.01), **{"loss": "mse", **options})
-    return model
+def make_model(strategy: dj.Strategy, kind: type = dj.Model, **options: Any) -> dj.Model:
+    return compile_model(strategy, linear(1), kind, **options)
 
 
 def test_a_list_of_numbers_is_one_array(s4: dj.MirroredStrategy):
-    model = made(s4)
+    model = make_model(s4)
     wanted = model.evaluate(X, Y, verbose=0)
     assert model.evaluate(X.tolist(), Y.tolist(), verbose=0) == pytest.approx(wanted)
     assert model.evaluate(X, list(Y[:, 0]), verbose=0) == pytest.approx(wanted)  # of NumPy
@@ -47,7 +45,7 @@ def test_a_list_of_numbers_is_one_array(s4: dj.MirroredStrategy):
 def test_metrics_that_an_overridden_step_does_not_update_are_not_reported(
     s4: dj.MirroredStrategy,
 ):
-    model = made(s4, OwnStep, metrics=["mae"])
+    model = make_model(s4, OwnStep, metrics=["mae"])
     history = model.fit(X, Y, validation_data=(X, Y), verbose=0).history
     assert sorted(history) == ["loss", "val_loss", "val_mae"]
     wanted = float(np.abs(model.predict(X, verbose=0) - Y).mean())
@@ -82,7 +80,7 @@ def test_a_list_or_tuple_of_equally_long_arrays_is_several_inputs(s4: dj.Mirrore
 
 
 def test_a_list_of_batches_is_one_of_tuples_or_of_different_lengths(s4: dj.MirroredStrategy):
-    model = made(s4)
+    model = make_model(s4)
     wanted = model.predict(X, verbose=0)
     for x in ([X[:5], X[5:]], [(X[:4],), (X[4:],)], [X], (X,), X.tolist()):
         np.testing.assert_allclose(model.predict(x, verbose=0), wanted, rtol=1e-6)
@@ -104,7 +102,7 @@ def test_a_module_that_fails_on_several_inputs_says_how_they_were_interpreted(
 
 
 def test_data_without_a_batch_warns(s4: dj.MirroredStrategy):
-    model = made(s4)
+    model = make_model(s4)
     for run in (model.fit, model.evaluate, model.predict):
         with pytest.warns(UserWarning, match=r"on holds no batch\."):
             run([], verbose=0)

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from model_factory import compile_model
 
 import distribute_jax as dj
 
@@ -36,30 +37,28 @@ class Net(nnx.Module):
         return self.layer(x)
 
 
-def made(
+def make_model(
     strategy: dj.Strategy, module: type = Net, model: type[dj.Model] = dj.Model, **options: Any
 ) -> dj.Model:
-    with strategy.scope():
-        found = model(module())
-    found.compile(**{"optimizer": optax.sgd(0.1), "loss": LOGITS, **options})
-    return found
+    defaults = {"optimizer": optax.sgd(0.1), "loss": LOGITS}
+    return compile_model(strategy, module, model, **defaults | options)
 
 
 @pytest.mark.exhaustive
 def test_class_numbers_of_every_dtype_are_labels(s4: dj.Strategy):
     """One-hot labels are refused."""
-    model, x, labels = made(s4), X[:8], Y[:8]
+    model, x, labels = make_model(s4), X[:8], Y[:8]
     expected = model.evaluate(x, labels, verbose=0)
     kinds = (np.float32, np.float64, bool, np.int64)
     for y in (*map(labels.astype, kinds), labels[:, None]):
         assert model.evaluate(x, y, verbose=0) == pytest.approx(expected)
     with pytest.raises(ValueError, match=r"class numbers.*One-hot labels go with dj\.losses\.Cat"):
-        made(s4).evaluate(x, np.eye(2)[labels], verbose=0)
+        make_model(s4).evaluate(x, np.eye(2)[labels], verbose=0)
 
 
 @pytest.mark.parametrize("labels", [Y.astype(np.float32), Y[:, None], np.eye(2)[Y]])
 def test_labels_that_a_loss_of_optax_cannot_take_are_refused(s4: dj.Strategy, labels: Any):
-    model = made(s4, loss=optax.softmax_cross_entropy_with_integer_labels)
+    model = make_model(s4, loss=optax.softmax_cross_entropy_with_integer_labels)
     with pytest.raises(ValueError, match=r"of optax cannot take labels .*SparseCategorical"):
         model.evaluate(X, labels, batch_size=8, verbose=0)
 
@@ -71,7 +70,7 @@ class Probability(Net):
 
 def test_weighted_precision_recall_and_auc(strategy: dj.Strategy):
     metrics = ["precision", "recall", dj.metrics.AUC()]
-    model = made(strategy, Probability, loss="binary_crossentropy", weighted_metrics=metrics)
+    model = make_model(strategy, Probability, loss="binary_crossentropy", weighted_metrics=metrics)
     logs = model.evaluate(X, Y, sample_weight=W, batch_size=8, return_dict=True, verbose=0)
     p = model.predict(X, verbose=0)
     said, right = p > 0.5, Y == 1
@@ -111,7 +110,7 @@ class CountsRows(Net):
 def test_added_losses_in_half_precision(strategy: dj.Strategy, policy: str):
     options: dict[str, Any] = {"batch_size": 8, "shuffle": False, "verbose": 0}
     losses = [
-        made(strategy, Penalised, dtype_policy=p).fit(X, Y, **options).history["loss"][0]
+        make_model(strategy, Penalised, dtype_policy=p).fit(X, Y, **options).history["loss"][0]
         for p in (policy, "float32")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)
@@ -120,7 +119,7 @@ def test_added_losses_in_half_precision(strategy: dj.Strategy, policy: str):
 @pytest.mark.exhaustive
 def test_padding_that_is_counted_is_found_in_half_precision_too(s4: dj.Strategy):
     with pytest.raises(dj.PaddingLeakError):
-        made(s4, CountsRows, dtype_policy="mixed_float16").fit(X, Y, batch_size=8, verbose=0)
+        make_model(s4, CountsRows, dtype_policy="mixed_float16").fit(X, Y, batch_size=8, verbose=0)
 
 
 class Own(dj.Model):
@@ -141,7 +140,7 @@ def test_a_deleted_model_frees_its_arrays_and_programs(s4: dj.Strategy, kind: ty
     """Though its strategy stays; more fits of one model add none."""
     gc.collect()
     before = len(jax.live_arrays())
-    model = made(s4, model=kind, metrics=["accuracy"])
+    model = make_model(s4, model=kind, metrics=["accuracy"])
     counts = []
     for _ in range(4):
         model.fit(X, Y, batch_size=8, validation_data=(X, Y), verbose=0)
@@ -161,7 +160,7 @@ def test_a_deleted_model_frees_its_arrays_and_programs(s4: dj.Strategy, kind: ty
 @pytest.mark.exhaustive
 def test_saving_and_loading_between_dispatches_changes_nothing(s4: dj.Strategy, tmp_path: Path):
     options: dict[str, Any] = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
-    plain, saved = (made(s4, steps_per_execution=3) for _ in range(2))
+    plain, saved = (make_model(s4, steps_per_execution=3) for _ in range(2))
 
     class Saves(dj.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -182,16 +181,16 @@ class OfDict(Net):
 def test_x_key_and_y_key_name_entries_of_dict_batches(s4: dj.Strategy):
     keys = {"x_key": "image", "y_key": "label"}
     rows = dj.data.from_arrays({"image": X, "label": Y}).batch(8)
-    wanted = made(s4).fit([(X[:8], Y[:8]), (X[8:16], Y[8:16])], verbose=0)
+    wanted = make_model(s4).fit([(X[:8], Y[:8]), (X[8:16], Y[8:16])], verbose=0)
     first = [{"image": X[i : i + 8], "label": Y[i : i + 8]} for i in (0, 8)]
-    model = made(s4)
+    model = make_model(s4)
     assert model.fit(first, verbose=0, **keys).history == wanted.history
     expected = model.evaluate(X, Y, batch_size=8, verbose=0)
     for data in (rows, {"image": X, "label": Y}):
         size = {"batch_size": 8} if isinstance(data, dict) else {}
         assert model.evaluate(data, verbose=0, **keys, **size) == pytest.approx(expected)
         assert model.predict(data, x_key="image", verbose=0, **size).shape == (22, 2)
-    logs = made(s4, OfDict).fit(
+    logs = make_model(s4, OfDict).fit(
         first, verbose=0, x_key=["image"], y_key="label", validation_data=first
     )
     assert logs.history["loss"] == wanted.history["loss"]
@@ -214,12 +213,12 @@ def test_dict_batches_without_the_right_keys_are_refused(
     s2: dj.Strategy, data: Any, keys: dict[str, str], words: str
 ):
     with pytest.raises((ValueError, TypeError), match=words):
-        made(s2).fit(data, verbose=0, **keys)
+        make_model(s2).fit(data, verbose=0, **keys)
 
 
 ROWS = RANDOM.normal(size=(11, 4)).astype(np.float32)
 SUMS = RANDOM.normal(size=(11, 1)).astype(np.float32)
-squared = functools.partial(made, loss="mse")
+squared = functools.partial(make_model, loss="mse")
 
 
 class Tokens(nnx.Module):
@@ -237,7 +236,7 @@ def test_class_weights_and_metrics_of_flax_count_each_token(strategy: dj.Strateg
     x, y = RANDOM.integers(0, 5, size=(2, 12, length))
     of_examples = RANDOM.uniform(size=12).astype(np.float32)
     metrics = [nnx.metrics.Accuracy()]
-    model = made(strategy, Tokens, optimizer=optax.sgd(0.0), metrics=metrics)
+    model = make_model(strategy, Tokens, optimizer=optax.sgd(0.0), metrics=metrics)
     logits = np.asarray(model.module.table.embedding[...])[x]
     losses = np.asarray(optax.softmax_cross_entropy_with_integer_labels(logits, y))
     weights = np.where(y == 1, 3.0, np.where(y == 2, 0.0, 1.0))

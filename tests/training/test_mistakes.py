@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from model_factory import compile_model
 
 import distribute_jax as dj
 
@@ -24,12 +25,12 @@ OPTAX = optax.softmax_cross_entropy_with_integer_labels
 
 
 def classifier(strategy: dj.Strategy, width: int = 3, **compiled: Any) -> dj.Model:
-    with strategy.scope():
+    def make_module() -> nnx.Module:
         rngs = nnx.Rngs(0)
         layers = nnx.Linear(width, 4, rngs=rngs), nnx.relu, nnx.Linear(4, 2, rngs=rngs)
-        model = dj.Model(nnx.Sequential(*layers))
-    model.compile(**{"optimizer": "sgd", "loss": SPARSE} | compiled)
-    return model
+        return nnx.Sequential(*layers)
+
+    return compile_model(strategy, make_module, **{"loss": SPARSE} | compiled)
 
 
 def linen_model(strategy: dj.Strategy) -> dj.Model:

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from model_factory import compile_model, linear
 
 import distribute_jax as dj
 
@@ -32,10 +33,8 @@ class Stops(dj.callbacks.Callback):
 
 
 def model(strategy: dj.Strategy, module: Any = None, **compiled: Any) -> Any:
-    with strategy.scope():
-        made = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)) if module is None else module)
-    made.compile(**{"optimizer": "sgd", "loss": "mse"} | compiled)
-    return made
+    make_module = linear(3) if module is None else lambda: module
+    return compile_model(strategy, make_module, **compiled)
 
 
 def fit(strategy: dj.Strategy, *args: Any, y: np.ndarray = Y, **compiled: Any) -> Any:
@@ -60,10 +59,10 @@ def generator(x: Any) -> Any:
 
 
 def as_weights(strategy: dj.Strategy, folder: Path) -> None:
-    made = model(strategy)
+    make_model = model(strategy)
     with dj.CheckpointManager(folder) as manager:
-        manager.save(1, {"model": made.module})
-    made.load_weights(folder)
+        manager.save(1, {"model": make_model.module})
+    make_model.load_weights(folder)
 
 
 def file(folder: Path) -> Path:
@@ -218,11 +217,13 @@ def test_a_linen_module_may_require_its_mode(s2: dj.MirroredStrategy):
             return linen.Dense(1)(linen.Dropout(0.5, deterministic=not train)(x))
 
     with s2.scope():
-        made = dj.Model(Net(), sample_input=X[:1])
-    made.compile(optax.adam(0.05), "mse")
-    losses = made.fit(X, Y, 8, 20, 0).history["loss"]
+        make_model = dj.Model(Net(), sample_input=X[:1])
+    make_model.compile(optax.adam(0.05), "mse")
+    losses = make_model.fit(X, Y, 8, 20, 0).history["loss"]
     assert losses[-1] < 0.7 * losses[0]
-    np.testing.assert_array_equal(made.predict(X, verbose=0), made.predict(X, verbose=0))
+    np.testing.assert_array_equal(
+        make_model.predict(X, verbose=0), make_model.predict(X, verbose=0)
+    )
 
 
 @pytest.mark.parametrize(

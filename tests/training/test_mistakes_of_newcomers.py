@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from model_factory import compile_model, linear
 
 import distribute_jax as dj
 from distribute_jax import _user_frames
@@ -23,10 +24,7 @@ SUM = dj.VariableAggregation.SUM
 
 
 def model(strategy: dj.Strategy, kind: type[dj.Model] = dj.Model, **compiled: Any) -> dj.Model:
-    with strategy.scope():
-        made = kind(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
-    made.compile(**{"optimizer": "sgd", "loss": "mse"} | compiled)
-    return made
+    return compile_model(strategy, linear(3), kind, **compiled)
 
 
 def fit(strategy: dj.Strategy, *args: Any, **compiled: Any) -> Any:
@@ -301,7 +299,7 @@ def test_replay_steps_leaves_the_refusal_of_a_partial_batch_to_the_step(
     s2: dj.MirroredStrategy,
 ):
     with s2.scope():
-        made = dj.Model(nnx.BatchNorm(3, axis_name="data", rngs=nnx.Rngs(0)))
-    made.compile("sgd", "mse")
+        make_model = dj.Model(nnx.BatchNorm(3, axis_name="data", rngs=nnx.Rngs(0)))
+    make_model.compile("sgd", "mse")
     with pytest.raises(dj.PaddingLeakError, match="updates the statistics of a batch norm"):
-        made.fit(X[:7], X[:7], 8, verbose=0, callbacks=[dj.callbacks.ReplaySteps(1)])
+        make_model.fit(X[:7], X[:7], 8, verbose=0, callbacks=[dj.callbacks.ReplaySteps(1)])

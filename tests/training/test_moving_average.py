@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from model_factory import compile_model, linear
 
 import distribute_jax as dj
 
@@ -17,11 +18,9 @@ X = np.arange(1.0, 9.0, dtype=np.float32).reshape(8, 1) / 8
 Y = 3 * X
 
 
-def made(strategy: dj.Strategy, **options: Any) -> dj.Model:
-    with strategy.scope():
-        model = dj.Model(nnx.Linear(1, 1, use_bias=False, rngs=nnx.Rngs(0)))
-    model.compile(optax.sgd(0.5), "mse", use_ema=True, ema_momentum=0.5, **options)
-    return model
+def make_model(strategy: dj.Strategy, **options: Any) -> dj.Model:
+    options |= {"optimizer": optax.sgd(0.5), "use_ema": True, "ema_momentum": 0.5}
+    return compile_model(strategy, linear(1, use_bias=False), **options)
 
 
 def by_hand(w: float, updates: int, overwrite: int | None = None) -> list[tuple[float, float]]:
@@ -50,7 +49,7 @@ def fitted(model: dj.Model, swap: Any, epochs: int = 3, **options: Any) -> tuple
 
 
 def test_validation_and_the_end_of_fit_use_the_average(s2: dj.Strategy):
-    model, swap = made(s2), dj.callbacks.SwapEMAWeights()
+    model, swap = make_model(s2), dj.callbacks.SwapEMAWeights()
     pairs = by_hand(weight(model), 3)
     history, seen = fitted(model, swap, validation_data=(X, Y))
     assert seen == pytest.approx([w for w, _ in pairs], rel=1e-5)
@@ -65,7 +64,7 @@ def test_validation_and_the_end_of_fit_use_the_average(s2: dj.Strategy):
 
 
 def test_wrong_arguments_of_averages_are_refused():
-    model = made(dj.OneDeviceStrategy("cpu:0"))
+    model = make_model(dj.OneDeviceStrategy("cpu:0"))
     optimizer = dj.Optimizer(model.module, optax.sgd(0.1))
     for wrong, name in (
         ({"ema_momentum": 1.5}, "ema_momentum"),
@@ -84,12 +83,12 @@ def test_wrong_arguments_of_averages_are_refused():
 def test_averages_overwrite_weights_and_are_saved(
     s4: dj.Strategy, overwrite: int | None, tmp_path: Path
 ):
-    model = made(s4, ema_overwrite_frequency=overwrite)
+    model = make_model(s4, ema_overwrite_frequency=overwrite)
     pairs = by_hand(weight(model), 3, overwrite)
     _, seen = fitted(model, dj.callbacks.SwapEMAWeights(swap_on_epoch=True))
     assert seen == pytest.approx([average for _, average in pairs], rel=1e-5)
     model.save(tmp_path / "model")
-    again = made(dj.OneDeviceStrategy("cpu:0"), ema_overwrite_frequency=overwrite)
+    again = make_model(dj.OneDeviceStrategy("cpu:0"), ema_overwrite_frequency=overwrite)
     again.load(tmp_path / "model")
     histories = [fitted(m, [])[0]["loss"] for m in (model, again)]
     assert histories[0] == pytest.approx(histories[1], rel=1e-5)
@@ -109,13 +108,13 @@ def test_a_training_with_averages_resumes_to_the_same_bits(
         backup = dj.callbacks.BackupAndRestore(tmp_path / f"{stop}")
         return [swap, backup, *[dj.callbacks.LambdaCallback(on_epoch_end=interrupt)][:stop]]
 
-    whole = made(s2)
+    whole = make_model(s2)
     fitted(whole, None, callbacks=callbacks(False), validation_data=(X, Y))
     for _ in range(3):
-        model = made(s2)
+        model = make_model(s2)
         with pytest.raises(InterruptedError):
             fitted(model, None, callbacks=callbacks(True), validation_data=(X, Y))
-    model = made(s2)
+    model = make_model(s2)
     fitted(model, None, callbacks=callbacks(True))
     assert weight(model) == weight(whole)
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from model_factory import compile_model, linear
 
 import distribute_jax as dj
 from distribute_jax.training._keras_optimizers import KERAS, optimizer
@@ -83,10 +84,7 @@ SLOPE = 3 * LINE
 
 
 def model_of(strategy: dj.Strategy, optimizer: Any, **options: Any) -> dj.Model:
-    with strategy.scope():
-        model = dj.Model(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
-    model.compile(optimizer, loss="mse", **options)
-    return model
+    return compile_model(strategy, linear(1), optimizer=optimizer, **options)
 
 
 @pytest.mark.exhaustive

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from model_factory import compile_model, linear
 
 import distribute_jax as dj
 
@@ -34,17 +35,14 @@ class MaskedSum(Sum):
         self.total[...] += (y_pred if mask is None else jnp.where(mask, y_pred, 0)).sum()
 
 
-def made(strategy: dj.Strategy, *metrics: Any) -> dj.Model:
-    with strategy.scope():
-        model = dj.Model(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
-    model.compile(optax.sgd(0.0), loss="mse", metrics=list(metrics))
-    return model
+def make_model(strategy: dj.Strategy, *metrics: Any) -> dj.Model:
+    return compile_model(strategy, linear(1), optimizer=optax.sgd(0.0), metrics=list(metrics))
 
 
 @pytest.mark.parametrize("called", ["fit", "evaluate"])
 def test_a_metric_without_a_mask_is_named_with_its_remedy(s4: dj.Strategy, called: str):
     metrics = [nnx.metrics.Welford("y_pred"), Sum(), dj.metrics.Average("y_pred"), MaskedSum()]
-    model = made(s4, *metrics)
+    model = make_model(s4, *metrics)
     with pytest.raises(dj.PaddingLeakError) as caught:
         getattr(model, called)(X, X, batch_size=8, verbose=0)
     text = caught.value.__notes__[-1]
@@ -57,7 +55,7 @@ def test_a_metric_without_a_mask_is_named_with_its_remedy(s4: dj.Strategy, calle
 
 @pytest.mark.exhaustive
 def test_the_remedies_give_the_numbers_of_the_real_examples(strategy: dj.Strategy):
-    model = made(strategy, dj.metrics.Welford("y_pred"), MaskedSum())
+    model = make_model(strategy, dj.metrics.Welford("y_pred"), MaskedSum())
     logs = model.evaluate(X, X, batch_size=8, return_dict=True, verbose=0)
     rows = model.predict(X, verbose=0)
     assert logs["welford_mean"] == pytest.approx(rows.mean(), rel=1e-5)

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from model_factory import compile_model
 
 import distribute_jax as dj
 
@@ -30,12 +31,8 @@ class Net(nnx.Module):
         return self.last(nnx.tanh(self.first(x)))
 
 
-def made(strategy: dj.Strategy, **options: Any) -> dj.Model:
-    given = {"optimizer": optax.sgd(0.1), "loss": "mse", **options}
-    with strategy.scope():
-        model = dj.Model(Net())
-        model.compile(**given)
-    return model
+def make_model(strategy: dj.Strategy, **options: Any) -> dj.Model:
+    return compile_model(strategy, Net, **{"optimizer": optax.sgd(0.1)} | options)
 
 
 def fit(model: dj.Model, **options: Any) -> list[float]:
@@ -46,8 +43,8 @@ def fit(model: dj.Model, **options: Any) -> list[float]:
 @pytest.mark.exhaustive
 def test_accumulated_gradients_are_those_of_the_larger_batch(strategy: dj.Strategy):
     options = {"optimizer": optax.adam(0.1), "clip_global_norm": 0.5}
-    small = made(strategy, gradient_accumulation_steps=3, **options)
-    large = made(strategy, **options)
+    small = make_model(strategy, gradient_accumulation_steps=3, **options)
+    large = make_model(strategy, **options)
     fit(small)
     large.fit(X, Y, batch_size=12, shuffle=False, verbose=0)
     assert int(small.optimizer.step[...]) == int(large.optimizer.step[...]) == 2
@@ -56,7 +53,7 @@ def test_accumulated_gradients_are_those_of_the_larger_batch(strategy: dj.Strate
 
 
 def test_gradients_are_reduced_only_in_the_branch_of_the_update(s4: dj.MirroredStrategy):
-    model = made(s4, gradient_accumulation_steps=3)
+    model = make_model(s4, gradient_accumulation_steps=3)
     fit(model)
     (program,) = s4._runner.cache.programs.values()
     top = [equation.primitive.name for equation in program.traced.jaxpr.jaxpr.eqns]
@@ -71,7 +68,11 @@ def test_accumulated_gradients_are_part_of_a_checkpoint(
 ):
     """Saved between two updates on four replicas, it continues on two to the same weights."""
     options: dict[str, Any] = {"gradient_accumulation_steps": 2}
-    whole, half, other = made(s4, **options), made(s4, **options), made(s2, **options)
+    whole, half, other = (
+        make_model(s4, **options),
+        make_model(s4, **options),
+        make_model(s2, **options),
+    )
     for model, first, last in ((whole, 0, 16), (half, 0, 12)):
         model.fit(X[first:last], Y[first:last], batch_size=4, shuffle=False, verbose=0)
     half.save(tmp_path / "half")
@@ -87,7 +88,7 @@ def test_accumulated_gradients_are_part_of_a_checkpoint(
 def test_mixed_precision_computes_in_half_precision_with_float32_weights(
     s4: dj.MirroredStrategy, policy: str
 ):
-    model, exact = made(s4, dtype_policy=policy), made(s4)
+    model, exact = make_model(s4, dtype_policy=policy), make_model(s4)
     losses, expected = fit(model, epochs=2), fit(exact, epochs=2)
     np.testing.assert_allclose(losses, expected, rtol=2e-2)
     assert losses != expected
@@ -102,7 +103,7 @@ def test_mixed_precision_computes_in_half_precision_with_float32_weights(
 
 
 def test_an_overflow_is_skipped_and_halves_the_scale(strategy: dj.Strategy):
-    model = made(strategy, dtype_policy="mixed_float16")
+    model = make_model(strategy, dtype_policy="mixed_float16")
     before = model.get_weights()
     model.train_on_batch(X[:4] * 1e4, Y[:4] * 1e8)
     for a, b in zip(before, model.get_weights(), strict=True):

@@ -13,6 +13,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx
+from model_factory import Scale, compile_model
 
 import distribute_jax as dj
 from distribute_jax.training import _sidecar
@@ -21,27 +22,16 @@ X = np.arange(1.0, 9.0, dtype=np.float32).reshape(8, 1)
 Y = np.zeros((8, 1), np.float32)
 
 
-class Scale(nnx.Module):
-    def __init__(self) -> None:
-        self.w = nnx.Param(jnp.ones((1,)))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x * self.w[...]
-
-
-def made(devices: list[int]) -> dj.Model:
-    with dj.MirroredStrategy(devices).scope():
-        model = dj.Model(Scale())
-        model.compile(optax.sgd(0.01), "mse")
-    return model
+def make_model(devices: list[int]) -> dj.Model:
+    return compile_model(dj.MirroredStrategy(devices), Scale)
 
 
 def test_a_saved_model_continues_under_another_strategy(tmp_path: Path):
-    model = made([0, 1])
+    model = make_model([0, 1])
     model.fit(X, Y, batch_size=8, verbose=0)
     model.save(tmp_path / "saved")
     for devices in ([0], [0, 1, 2, 3], [5]):
-        other = made(devices)
+        other = make_model(devices)
         other.load(tmp_path / "saved")
         assert float(other.get_weights()[0][0]) == pytest.approx(0.49)
         assert int(other.optimizer.step[...]) == 1
@@ -51,7 +41,7 @@ def test_a_saved_model_continues_under_another_strategy(tmp_path: Path):
 
 def test_save_weights_leaves_the_optimizer_out(tmp_path: Path):
     """Weights of another module are refused, with a list."""
-    model, other = made([0, 1]), made([0, 1, 2, 3])
+    model, other = make_model([0, 1]), make_model([0, 1, 2, 3])
     model.fit(X, Y, batch_size=8, verbose=0)
     model.save_weights(tmp_path / "weights")
     other.load_weights(tmp_path / "weights")
@@ -128,7 +118,7 @@ def test_the_newest_complete_checkpoint_is_evaluated(
     waits = iter([lambda: None, lambda: save(13)])
     monkeypatch.setattr(_sidecar.time, "sleep", lambda _: next(waits)())
     evaluator = dj.SidecarEvaluator(
-        made([0, 1]), (ONES, 0 * ONES), tmp_path, max_evaluations=2, callbacks=[notes]
+        make_model([0, 1]), (ONES, 0 * ONES), tmp_path, max_evaluations=2, callbacks=[notes]
     )
     with pytest.warns(UserWarning, match="skips 11"):
         evaluator.start()
@@ -143,7 +133,7 @@ def test_fit_accepts_a_dataset_creator() -> None:
         sizes.append(context.get_per_replica_batch_size(4))
         return [(ONES[:2], ONES[:2]), (ONES[:2], ONES[:2]), (ONES[:1], ONES[:1])]
 
-    model = made([0, 1])
+    model = make_model([0, 1])
     model.fit(dj.DatasetCreator(dataset_fn), verbose=0)
     assert sizes == [2]
     assert int(model.trainer.setup.tracker.loss.count[...]) == 5

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from model_factory import compile_model
 
 import distribute_jax as dj
 
@@ -32,12 +33,9 @@ class Mixed(Rows):
         return z - z.mean(axis=0)
 
 
-def made(strategy: dj.Strategy, module: type[Rows], **options: Any) -> dj.Model:
-    with strategy.scope():
-        model = dj.Model(module())
-    given = {"loss": "mse", "metrics": ["mae"], "verify": "first", **options}
-    model.compile(optax.sgd(0.1, momentum=0.9), **given)
-    return model
+def make_model(strategy: dj.Strategy, module: type[Rows], **options: Any) -> dj.Model:
+    defaults = {"optimizer": optax.sgd(0.1, momentum=0.9), "metrics": ["mae"], "verify": "first"}
+    return compile_model(strategy, module, **defaults | options)
 
 
 CALLS = {
@@ -50,7 +48,7 @@ CALLS = {
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("called", ["fit", "predict", "evaluate"])
 def test_a_module_that_mixes_the_examples_of_a_batch_is_found(s4: dj.Strategy, called: str):
-    model, unasked = made(s4, Mixed), made(s4, Mixed, verify=None)
+    model, unasked = make_model(s4, Mixed), make_model(s4, Mixed, verify=None)
     before = model.get_weights()
     with pytest.raises(dj.NotEqualError, match="is not the step on one device") as caught:
         CALLS[called](model)
@@ -72,7 +70,7 @@ def test_a_module_that_mixes_the_examples_of_a_batch_is_found(s4: dj.Strategy, c
 def test_a_module_that_treats_examples_separately_passes(
     strategy: dj.Strategy, options: dict[str, Any]
 ):
-    model, unasked = (made(strategy, Rows, verify=v, **options) for v in ("first", None))
+    model, unasked = (make_model(strategy, Rows, verify=v, **options) for v in ("first", None))
     for _ in range(2):
         found = [CALLS["fit"](m).history for m in (model, unasked)]
         assert found[0] == found[1]
@@ -89,7 +87,7 @@ def test_only_the_first_batch_is_compared(s4: dj.Strategy, monkeypatch: pytest.M
         return run(self, fn, args, kwargs, options)
 
     monkeypatch.setattr(type(s4), "run", noted)
-    model = made(s4, Rows)
+    model = make_model(s4, Rows)
     for call in (*CALLS.values(), *CALLS.values()):
         call(model)
     assert [name for name, verify in seen if verify == "first"] == [
@@ -101,7 +99,7 @@ def test_unknown_values_are_refused(s2: dj.Strategy):
     with pytest.raises(
         ValueError, match=r"verify\) must be one of None, 'first', 'off'; got 'always'"
     ):
-        made(s2, Rows, verify="always")
+        make_model(s2, Rows, verify="always")
 
 
 class Table(Rows):
@@ -113,9 +111,9 @@ class Table(Rows):
 
 def test_outputs_that_are_not_rows_are_refused(strategy: dj.Strategy):
     """Even if they are as long as the batch."""
-    model = made(strategy, Table, loss={"rows": "mse"}, metrics=None, verify=None)
+    model = make_model(strategy, Table, loss={"rows": "mse"}, metrics=None, verify=None)
     size = 4 * strategy.num_replicas_in_sync
     x = np.resize(X, (size, 4))
     with pytest.raises(ValueError, match=r"one row for each example: .*table.* so they"):
         model.predict(x, batch_size=size, verbose=0)
-    assert made(strategy, Rows).predict(x, batch_size=size, verbose=0).shape == (size, 1)
+    assert make_model(strategy, Rows).predict(x, batch_size=size, verbose=0).shape == (size, 1)
