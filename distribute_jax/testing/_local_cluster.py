@@ -123,8 +123,8 @@ class LocalCluster:
         faults = list(faults)
         for fault in faults:
             if not isinstance(fault, Fault) or not 0 <= fault.process < self._processes:
-                wanted = f"dj.testing.Fault with a process from 0 to {self._processes - 1}"
-                refuse("LocalCluster.run: faults", wanted, fault)
+                expected = f"dj.testing.Fault with a process from 0 to {self._processes - 1}"
+                refuse("LocalCluster.run: faults", expected, fault)
         module = str(getattr(fn, "__module__", ""))
         file = getattr(sys.modules.get(module), "__file__", None)
         with tempfile.TemporaryDirectory(prefix=PREFIX) as folder:
@@ -134,11 +134,11 @@ class LocalCluster:
                     raise pickle.PicklingError("a notebook has no file to import the function from")
                 _write(Path(folder) / _CALL, (fn, args))
             except Exception as error:  # from pickle, or the arguments' __reduce__
-                wanted = (
+                expected = (
                     "a function at the top level of a module or a script, and what pickle can copy"
                 )
                 name = "LocalCluster.run: fn and args"
-                refuse(name, wanted, (fn, *args), error, ArgumentTypeError)
+                refuse(name, expected, (fn, *args), error, ArgumentTypeError)
             results = self._results(Path(folder))
         failed = [result for result in results if result.failed]
         if check and failed:
@@ -206,11 +206,11 @@ def _result(
 def _each_environment(environment: Environment, processes: int) -> list[Mapping[str, str]]:
     if environment is None or isinstance(environment, Mapping):
         return [environment or {}] * processes
-    wanted = "a mapping, or a list of one for each process"
-    with converting("environment", environment, wanted):
+    expected = "a mapping, or a list of one for each process"
+    with converting("environment", environment, expected):
         each = list(environment)
     if len(each) != processes:
-        refuse("environment", wanted, environment)
+        refuse("environment", expected, environment)
     return each
 
 

@@ -170,7 +170,7 @@ def _as_arrays(method: str, name: str, tree: Any) -> Any:
     if array.ndim == 0 or array.dtype == object:
         raise ArgumentError(
             f"{method} got {name}={leaf_text(tree)}. Examples in memory are arrays whose dim 0 is the "
-            "examples, or dicts of them. A dataset has its targets in it, and comes alone."
+            "examples, or dicts of them. A dataset contains its targets, and is passed alone."
         )
     return array
 
@@ -190,7 +190,7 @@ def check_placed(module: nnx.Module, strategy: Strategy) -> None:
     """Raises if arrays of a module are not on the devices where the strategy stores parameters."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(nnx.state(module))):
         raise ArgumentError(
-            "A dj.Model cannot be made inside of strategy.create, or of a function that JAX traces. Make "
+            "A dj.Model cannot be made inside strategy.create, or a function that JAX traces. Make "
             "its module there: `with strategy.scope(): model = dj.Model(strategy.create(make_module))`."
         )
     device = getattr(strategy, "parameter_device", None)

@@ -411,7 +411,7 @@ class Model(Stateful):
         """The compiled training loop."""
         if self._trainer is None:
             raise ContextError(
-                "This model was not compiled yet. Call model.compile(optimizer, loss) first."
+                "This model has not been compiled yet. Call model.compile(optimizer, loss) first."
             )
         return self._trainer
 

@@ -96,7 +96,7 @@ class SidecarEvaluator:
                 polls += 1
                 if polls == _POLLS_BEFORE_WARNING:
                     _LOG.warning(
-                        "SidecarEvaluator waits for a new checkpoint in %s.", self._directory
+                        "SidecarEvaluator is waiting for a new checkpoint in %s.", self._directory
                     )
                 continue
             polls = 0

@@ -235,7 +235,7 @@ class Trainer:
                     break
                 size.note(num_batches)
         if not batches.count and limit != 0:
-            warn_user(f"The data to {kind} on holds no batch.")
+            warn_user(f"The data to {kind} on has no batches.")
         return done
 
     def _run(self, kind: str, step: Step, batches: Batches, max_batches: int) -> Any:

@@ -338,7 +338,7 @@ def test_create_refuses_what_cannot_be_traced() -> None:
     [
         ("module", r"make must be a function .*; got Language"),
         ("number", r"make must be a function .*; got one that returns 3"),
-        ("model", r"cannot be made inside of strategy.create"),
+        ("model", r"cannot be made inside strategy.create"),
         ("rngs", r"changes an nnx.Rngs or a module that was made before it"),
     ],
 )

@@ -104,5 +104,5 @@ def test_a_module_that_fails_on_several_inputs_says_how_they_were_interpreted(
 def test_data_without_a_batch_warns(s4: dj.MirroredStrategy):
     model = make_model(s4)
     for run in (model.fit, model.evaluate, model.predict):
-        with pytest.warns(UserWarning, match=r"on holds no batch\."):
+        with pytest.warns(UserWarning, match=r"on has no batches\."):
             run([], verbose=0)

@@ -150,7 +150,7 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     ),
     "distributed twice": (lambda s, _: dataset(s, X) and s.distribute_dataset(dataset(s, X)), "already"),
     "targets beside a dataset": (
-        lambda s, _: model(s).fit(dj.data.from_arrays((X, Y)).batch(8), Y), "A dataset has its targets in it"
+        lambda s, _: model(s).fit(dj.data.from_arrays((X, Y)).batch(8), Y), "A dataset contains its targets"
     ),
     "a rate that is a text": (
         lambda s, _: setattr(model(s), "learning_rate", "0.1"), "learning_rate must be a number >= 0"

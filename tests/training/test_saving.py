@@ -123,7 +123,7 @@ def test_the_newest_complete_checkpoint_is_evaluated(
     with pytest.warns(UserWarning, match="skips 11"):
         evaluator.start()
     assert losses == [100, 169]
-    assert caplog.text.count(f"waits for a new checkpoint in {tmp_path}") == 1
+    assert caplog.text.count(f"is waiting for a new checkpoint in {tmp_path}") == 1
 
 
 def test_fit_accepts_a_dataset_creator() -> None:

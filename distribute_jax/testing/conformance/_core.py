@@ -66,7 +66,7 @@ def compare(what: str, received: Any, expected: Any, rtol: float = ROUNDING) -> 
         yield Fact(name, leaf, expected_leaf, rtol)
 
 
-def compare_on_each(
+def compare_each(
     what: str, parts: Sequence[Any], expected: Sequence[Any], rtol: float = ROUNDING
 ) -> Iterator[Fact]:
     """Compares each replica's pytree with the one expected for it."""
@@ -75,11 +75,11 @@ def compare_on_each(
         yield from compare(f"{what} on replica {i}", part, expected_part, rtol)
 
 
-def compare_on_all(
+def compare_all(
     what: str, parts: Sequence[Any], expected: Any, rtol: float = ROUNDING
 ) -> Iterator[Fact]:
     """Compares each replica's pytree with the same expected one."""
-    return compare_on_each(what, parts, [expected] * len(parts), rtol)
+    return compare_each(what, parts, [expected] * len(parts), rtol)
 
 
 def refuses(what: str, call: Callable[[], Any], kind: type[Exception]) -> Fact:

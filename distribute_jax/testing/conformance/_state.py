@@ -21,8 +21,8 @@ from distribute_jax.testing.conformance._core import (
     Fact,
     Subject,
     compare,
-    compare_on_all,
-    compare_on_each,
+    compare_all,
+    compare_each,
     refuses,
     replica,
     replica_number,
@@ -63,9 +63,9 @@ def variables_on_write(s: Subject) -> Iterator[Fact]:
 
 
 def _written(
-    s: Subject, what: str, write: Callable[[], Any], wanted: dict[VariableAggregation, float]
+    s: Subject, what: str, write: Callable[[], Any], expected: dict[VariableAggregation, float]
 ) -> Iterator[Fact]:
-    variables = {aggregation: _one_per_method(s, aggregation) for aggregation in wanted}
+    variables = {aggregation: _one_per_method(s, aggregation) for aggregation in expected}
 
     def step() -> Any:
         return {
@@ -74,15 +74,13 @@ def _written(
         }
 
     parts = s.run_per_replica(step)
-    for aggregation, written in wanted.items():
+    for aggregation, written in expected.items():
         for method, (keeps, sign) in _METHODS.items():
             value, name = np.float32(10 * keeps + sign * written), f"{method} of {what}"
             returned = [part[aggregation.name][method] for part in parts]
-            yield from compare_on_all(
-                f"what {name} returns under {aggregation.name}", returned, value
-            )
+            yield from compare_all(f"what {name} returns under {aggregation.name}", returned, value)
             copies = [np.asarray(copy) for copy in variables[aggregation][method].values]
-            yield from compare_on_all(
+            yield from compare_all(
                 f"the variable after {name} under {aggregation.name}", copies, value
             )
 
@@ -95,10 +93,10 @@ def variables_on_write_outside(s: Subject) -> Iterator[Fact]:
             keeps, sign = _METHODS[method]
             s.create(partial(getattr(variable, method), 4.0))
             copies = [np.asarray(copy) for copy in variable.values]
-            wanted = np.float32(10 * keeps + sign * 4.0)
+            expected = np.float32(10 * keeps + sign * 4.0)
             what = f"{method}(4) outside under {aggregation.name}"
             yield Fact(f"the number of copies after {what}", len(copies), count)
-            yield from compare_on_all(what, copies, wanted)
+            yield from compare_all(what, copies, expected)
 
 
 def variables_drift_refused(s: Subject) -> Iterator[Fact]:
@@ -122,14 +120,14 @@ def variables_on_read(s: Subject) -> Iterator[Fact]:
 
     numbers = np.arange(1, s.n + 1, dtype=np.float32)
     expected = [dict.fromkeys(sorted(variables), (i, i + 1, i + 1)) for i in numbers]
-    yield from compare_on_each("assign, assign_add and read", s.run_per_replica(step), expected)
+    yield from compare_each("assign, assign_add and read", s.run_per_replica(step), expected)
     for name, variable in variables.items():
         components = [np.asarray(value) for value in variable.values]
-        yield from compare_on_each(f"the component under {name}", components, list(numbers + 1))
+        yield from compare_each(f"the component under {name}", components, list(numbers + 1))
     for aggregation, total in _aggregates(s.n).items():
-        wanted = total + (s.n if aggregation is _SUM else 1)
+        aggregate = total + (s.n if aggregation is _SUM else 1)
         value = float(variables[aggregation.name].numpy())
-        yield Fact(f"the value outside under {aggregation.name}", value, wanted)
+        yield Fact(f"the value outside under {aggregation.name}", value, aggregate)
     if s.n > 1:
         yield refuses("reading NONE outside", variables["NONE"].numpy, ValueError)
 
@@ -152,8 +150,8 @@ def variables_on_read_outside(s: Subject) -> Iterator[Fact]:
         variable.assign(4.0)
         yield Fact(f"assign(4) outside under {name}", float(variable.numpy()), 4.0)
         shares = sum(float(value) for value in variable.values)
-        wanted = 4.0 if aggregation is _SUM else 4.0 * s.n
-        yield Fact(f"the sum of the components under {name}", shares, wanted)
+        expected = 4.0 if aggregation is _SUM else 4.0 * s.n
+        yield Fact(f"the sum of the components under {name}", shares, expected)
     integer = _variable(s, _SUM, 1, synchronization=_ON_READ)
     integer.assign(5)
     yield from compare("an integer 5 assigned under SUM", integer.numpy(), np.asarray(5, "int32"))
@@ -164,8 +162,8 @@ def variables_on_read_outside(s: Subject) -> Iterator[Fact]:
 
 def variables_rows(s: Subject) -> Iterator[Fact]:
     """``scatter_add`` aggregates the replicas' changes of single rows; ON_READ variables refuse it."""
-    wanted = {_SUM: float(s.n), _MEAN: 1.0, _FIRST: 1.0}
-    variables = {a: _variable(s, a, np.zeros(s.n + 1, np.float32)) for a in wanted}
+    last_row = {_SUM: float(s.n), _MEAN: 1.0, _FIRST: 1.0}
+    variables = {a: _variable(s, a, np.zeros(s.n + 1, np.float32)) for a in last_row}
 
     def step() -> None:
         rows = jnp.stack([replica_number().astype(int) - 1, jnp.int32(n)])
@@ -174,7 +172,7 @@ def variables_rows(s: Subject) -> Iterator[Fact]:
 
     n = s.n
     s.run(step)
-    for aggregation, last in wanted.items():
+    for aggregation, last in last_row.items():
         firsts = {_SUM: np.ones(n), _MEAN: np.full(n, 1 / n), _FIRST: np.eye(n)[0]}[aggregation]
         expected = np.append(firsts, last).astype(np.float32)
         what = f"1 added to row r and to the last, under {aggregation.name}"
@@ -225,12 +223,12 @@ def batch_norm(s: Subject) -> Iterator[Fact]:
         yield from compare(
             f"the {kind} running mean", norm.mean[...], np.asarray([2.25], np.float32)
         )
-        wanted = np.asarray([0.5 + 0.5 * variance], np.float32)
-        yield from compare(f"the {kind} running variance", norm.var[...], wanted)
+        expected = np.asarray([0.5 + 0.5 * variance], np.float32)
+        yield from compare(f"the {kind} running variance", norm.var[...], expected)
         if kind == "synchronised":
-            wanted = (x - 4.5) / np.sqrt(np.float32(5.25 + 1e-5))
+            expected = (x - 4.5) / np.sqrt(np.float32(5.25 + 1e-5))
             joined = s.strategy.gather(out, axis=0)
-            yield from compare("the normalised batch", joined, wanted, rtol=1e-4)
+            yield from compare("the normalised batch", joined, expected, rtol=1e-4)
         yield succeeds(f"the {kind} statistics are equal", partial(check_in_sync, norm))
 
 
@@ -251,13 +249,13 @@ def random_streams(s: Subject) -> Iterator[Fact]:
 def random_parameters(s: Subject) -> Iterator[Fact]:
     """The stream ``params`` gives all replicas the same numbers, and so do keys in arguments."""
     rngs = s.create(lambda: nnx.Rngs(params=7))
-    wanted = np.asarray(jax.random.normal(nnx.Rngs(params=7).params(), (5,)))
+    expected = np.asarray(jax.random.normal(nnx.Rngs(params=7).params(), (5,)))
     parts = s.run_per_replica(lambda: jax.random.normal(rngs.params(), (5,)))
-    yield from compare_on_all("the draw of the stream 'params'", parts, wanted)
+    yield from compare_all("the draw of the stream 'params'", parts, expected)
     key = jax.random.key(5)
     parts = s.run_per_replica(lambda key: jax.random.normal(key, (5,)) + 0 * replica_number(), key)
-    wanted = np.asarray(jax.random.normal(key, (5,)))
-    yield from compare_on_all("the draw of a key that was passed", parts, wanted)
+    expected = np.asarray(jax.random.normal(key, (5,)))
+    yield from compare_all("the draw of a key that was passed", parts, expected)
 
 
 _TOLERANCE = 1e-4
@@ -299,11 +297,11 @@ def _by_hand(model: Any, sizes: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _equals_by_hand(
-    losses: Any, model: Any, optimizer: Any, wanted: dict[str, Any]
+    losses: Any, model: Any, optimizer: Any, expected: dict[str, Any]
 ) -> Iterator[Fact]:
     losses = np.asarray(losses, np.float32)
     trained = {"losses": losses, "parameters": _arrays(model), "momenta": _arrays(optimizer)}
-    return compare("the training", trained, wanted, rtol=_TOLERANCE)
+    return compare("the training", trained, expected, rtol=_TOLERANCE)
 
 
 def _flax_optimizer(model: Any) -> Any:
@@ -341,9 +339,9 @@ def _step(model: Any, optimizer: Any) -> Callable[..., Any]:
 def _equal_training(s: Subject, make_optimizer: Callable[[Any], Any]) -> Iterator[Fact]:
     sizes = (8, 8, 5, 1)
     model, optimizer = _model_and_optimizer(s, make_optimizer)
-    wanted, step = _by_hand(model, sizes), _step(model, optimizer)
+    expected, step = _by_hand(model, sizes), _step(model, optimizer)
     losses = [float(s.run(step, *batch)) for batch in s.batches(_data(sizes))]
-    yield from _equals_by_hand(losses, model, optimizer, wanted)
+    yield from _equals_by_hand(losses, model, optimizer, expected)
     yield succeeds("all copies of the state are equal", lambda: check_in_sync((model, optimizer)))
 
 
@@ -361,12 +359,12 @@ def run_steps(s: Subject) -> Iterator[Fact]:
     """Batches scanned in one program, and a partial remainder, train like single steps."""
     sizes = (8, 8, 8, 5)
     model, optimizer = _model_and_optimizer(s)
-    wanted = _by_hand(model, sizes)
+    expected = _by_hand(model, sizes)
     step, iterator = _step(model, optimizer), iter(s.strategy.distribute_dataset(_data(sizes)))
     take = partial(s.strategy.run_steps, step, iterator, 3, s.options)
     losses = [np.asarray(take()), np.asarray(take())]
     yield Fact("how many steps ran in each call", [len(part) for part in losses], [3, 1])
-    yield from _equals_by_hand(np.concatenate(losses), model, optimizer, wanted)
+    yield from _equals_by_hand(np.concatenate(losses), model, optimizer, expected)
     yield refuses("run_steps at the end", take, StopIteration)
 
 

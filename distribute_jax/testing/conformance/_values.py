@@ -22,8 +22,8 @@ from distribute_jax.testing.conformance._core import (
     Fact,
     Subject,
     compare,
-    compare_on_all,
-    compare_on_each,
+    compare_all,
+    compare_each,
     power_of_two,
     refuses,
     replica,
@@ -112,10 +112,10 @@ def replica_order(s: Subject) -> Iterator[Fact]:
     """Replica i has id i, is on device i (or devices have several replicas each), and gets value i."""
     mesh = s.strategy.mesh
     firsts = list(mesh.devices.flat[:: mesh.size // mesh.shape["data"]])
-    wanted = s.devices[: len(firsts)]
-    yield Fact("the devices of strategy.mesh", firsts, [*wanted])
+    expected = s.devices[: len(firsts)]
+    yield Fact("the devices of strategy.mesh", firsts, [*expected])
     ids = s.run(lambda: replica().replica_id_in_sync_group + 0)
-    yield from compare_on_each(
+    yield from compare_each(
         "replica_id_in_sync_group", s.parts(ids), list(np.arange(s.n, dtype="int32"))
     )
     if isinstance(ids, PerReplica):
@@ -124,11 +124,11 @@ def replica_order(s: Subject) -> Iterator[Fact]:
         yield Fact(
             "the devices of a result's parts",
             devices,
-            [str(d) for d in wanted for _ in range(each)],
+            [str(d) for d in expected for _ in range(each)],
         )
     numbers = s.per_replica(_as_float(*range(s.n)))
     difference = s.run_per_replica(lambda x: x - (replica_number() - 1), numbers)
-    yield from compare_on_all(
+    yield from compare_all(
         "a value from a function, less the replica's id", difference, np.float32(0)
     )
 
@@ -146,7 +146,7 @@ def arguments(s: Subject) -> Iterator[Fact]:
         step, args=(powers, {"mirrored": mirrored}), kwargs=kwargs, options=options
     )
     expected = [np.arange(3, dtype=np.float32) + np.float32(4.0**i) for i in range(s.n)]
-    yield from compare_on_each("own value squared + [0, 1, 2]", s.parts(result), expected)
+    yield from compare_each("own value squared + [0, 1, 2]", s.parts(result), expected)
 
 
 def results(s: Subject) -> Iterator[Fact]:
@@ -162,8 +162,8 @@ def results(s: Subject) -> Iterator[Fact]:
         yield Fact("results that differ are a PerReplica", kind, True)
         yield refuses("float() of a PerReplica", lambda: float(each["each"]), ValueError)
         yield refuses("a PerReplica + 1", lambda: each["each"] + 1, TypeError)
-    yield from compare_on_each("own results", s.parts(each), [{"each": x} for x in _powers(s)])
-    yield from compare_on_each(
+    yield from compare_each("own results", s.parts(each), [{"each": x} for x in _powers(s)])
+    yield from compare_each(
         "copies of the equal result", s.parts(mirrored), _as_float(*[s.n] * s.n)
     )
 
@@ -213,7 +213,7 @@ def dataset(s: Subject) -> Iterator[Fact]:
     """A global batch is divided into consecutive shares; a partial one keeps all its examples."""
     rows, rest = np.arange(8, dtype=np.float32), np.arange(5, dtype=np.float32)
     full, partial = s.batches([rows, rest])
-    yield from compare_on_each("the share", s.parts(full), np.split(rows, s.n))
+    yield from compare_each("the share", s.parts(full), np.split(rows, s.n))
     yield from compare("all shares", s.strategy.gather(full, axis=0), rows)
     yield from compare("all shares of a partial batch", s.strategy.gather(partial, axis=0), rest)
     mean = s.strategy.reduce("mean", partial, axis=0)
@@ -245,7 +245,7 @@ def all_reduce_sum(s: Subject) -> Iterator[Fact]:
         return {**_nest(factor), "large int32": jnp.int32(factor) * jnp.int32(2**22 + 1)}
 
     parts = s.run_per_replica(lambda: replica().all_reduce("sum", nest(power_of_two())))
-    yield from compare_on_all(
+    yield from compare_all(
         "the sum of 1, 2, 4, … over the replicas", parts, _on_host(nest(2**s.n - 1))
     )
 
@@ -255,7 +255,7 @@ def all_reduce_mean(s: Subject) -> Iterator[Fact]:
     parts = s.run_per_replica(lambda: replica().all_reduce("mean", _nest(power_of_two())))
     expected = _nest((2**s.n - 1) / s.n)
     expected["int32"] = (2**s.n - 1) / s.n * jnp.arange(4.0)
-    yield from compare_on_all("the mean of 1, 2, 4, … over the replicas", parts, _on_host(expected))
+    yield from compare_all("the mean of 1, 2, 4, … over the replicas", parts, _on_host(expected))
 
 
 def all_reduce_copies(s: Subject) -> Iterator[Fact]:
@@ -266,14 +266,14 @@ def all_reduce_copies(s: Subject) -> Iterator[Fact]:
         return replica().all_reduce("sum", {"vector": vector, "scalar": vector[3]})
 
     parts = s.run_per_replica(step)
-    yield from compare_on_all("the sum, compared with that of replica 0,", parts, parts[0], rtol=0)
+    yield from compare_all("the sum, compared with that of replica 0,", parts, parts[0], rtol=0)
 
 
 def all_reduce_options(s: Subject) -> Iterator[Fact]:
     """The ``options`` of a call are accepted, and packing changes no sum."""
     options = CommunicationOptions(bytes_per_pack=8)
     parts = s.run_per_replica(lambda: replica().all_reduce("sum", _nest(power_of_two()), options))
-    yield from compare_on_all("the sum in packs of 8 bytes", parts, _on_host(_nest(2**s.n - 1)))
+    yield from compare_all("the sum in packs of 8 bytes", parts, _on_host(_nest(2**s.n - 1)))
 
 
 def all_reduce_gradient(s: Subject) -> Iterator[Fact]:
@@ -290,7 +290,7 @@ def all_reduce_gradient(s: Subject) -> Iterator[Fact]:
     parts = s.run_per_replica(lambda: {"sum": derivatives("sum"), "mean": derivatives("mean")})
     total = np.float32(2**s.n - 1) * np.arange(1, 6, dtype=np.float32)
     expected = {"sum": (total, total), "mean": (total / np.float32(s.n), total / np.float32(s.n))}
-    yield from compare_on_all("gradient and tangent", parts, expected)
+    yield from compare_all("gradient and tangent", parts, expected)
 
 
 def all_reduce_transformed(s: Subject) -> Iterator[Fact]:
@@ -311,7 +311,7 @@ def all_reduce_transformed(s: Subject) -> Iterator[Fact]:
 
     total = np.float32(2**s.n - 1) * np.arange(6, dtype=np.float32).reshape(2, 3)
     names = ("jit", "vmap", "vmap over dim 1", "scan", "checkpoint")
-    yield from compare_on_all("the sum under", s.run_per_replica(step), dict.fromkeys(names, total))
+    yield from compare_all("the sum under", s.run_per_replica(step), dict.fromkeys(names, total))
 
 
 def all_reduce_is_proved(s: Subject) -> Iterator[Fact]:
@@ -356,7 +356,7 @@ def all_gather(s: Subject) -> Iterator[Fact]:
         {"0": joined, "bool": joined > 2, "-1": np.concatenate(blocks, 1), "gradient": row}
         for row in total
     ]
-    yield from compare_on_each("what all_gather gives", s.run_per_replica(step), expected)
+    yield from compare_each("what all_gather gives", s.run_per_replica(step), expected)
 
 
 def merge_call(s: Subject) -> Iterator[Fact]:
@@ -373,5 +373,5 @@ def merge_call(s: Subject) -> Iterator[Fact]:
     )
     total = np.float32(2**s.n - 1)
     expected = [(np.float32(2.0**i), 2 * total, total) for i in range(s.n)]
-    yield from compare_on_each("own part, twice the sum, and the sum by hand", parts, expected)
+    yield from compare_each("own part, twice the sum, and the sum by hand", parts, expected)
     yield Fact("each argument is a DistributedValues", kinds, [True])

@@ -147,9 +147,7 @@ class TerminateOnNaN(Callback):
         where = "Weights and optimizer are still finite: look at the batch and the loss function."
         if leaf:
             where = f"The first leaf that is not finite: {leaf}."
-        self.message = (
-            f"The loss is not finite any more (seen in {when}); the training ends. {where}"
-        )
+        self.message = f"The loss is no longer finite (seen in {when}); the training ends. {where}"
         self.model.stop_training = True
         if is_chief():
             warnings.warn(self.message, RuntimeWarning, stacklevel=2)

@@ -44,7 +44,7 @@ class _Logger(Callback):
         except self._write_errors as error:
             self._has_failed = True
             warnings.warn(
-                f"{type(self).__name__} cannot write any more ({error}); the training goes on without it.",
+                f"{type(self).__name__} can no longer write ({error}); the training continues without it.",
                 RuntimeWarning,
                 stacklevel=3,
             )

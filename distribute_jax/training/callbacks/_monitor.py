@@ -49,7 +49,7 @@ class Monitor(Callback):
         if self.monitor not in logs:
             if not self.was_logged:
                 warnings.warn(
-                    f"{type(self).__name__} watches {self.monitor!r}, which is not in the logs, so it "
+                    f"{type(self).__name__} monitors {self.monitor!r}, which is not in the logs, so it "
                     f"{otherwise}. The logs have: {', '.join(logs) or 'nothing'}."
                     + (" Pass validation_data to fit." if self.monitor.startswith("val_") else ""),
                     stacklevel=2,

@@ -142,14 +142,14 @@ def test_a_rate_that_is_not_state_is_refused_before_the_first_step(s2: Any):
 @pytest.mark.parametrize("callback", [EarlyStopping, ReduceLROnPlateau])
 def test_a_missing_number_warns_with_the_available_ones(example: Any, callback: Any):
     with pytest.warns(
-        UserWarning, match=r"watches 'val_loss'.*The logs have: loss.*validation_data"
+        UserWarning, match=r"monitors 'val_loss'.*The logs have: loss.*validation_data"
     ):
         assert len(example.fit(callback("val_loss"), epochs=2).epoch) == 2
 
 
 def test_epochs_without_validation_do_not_warn(example: Any, feed: Any):
     options = {"validation_data": (example.x, example.y), "validation_freq": 2}
-    with pytest.warns(UserWarning, match="watches 'val_loss'") as found:
+    with pytest.warns(UserWarning, match="monitors 'val_loss'") as found:
         example.fit(EarlyStopping(patience=2), epochs=4, **options)
     assert len(found) == 1
 
