@@ -111,10 +111,10 @@ class Batches(Iterator[tuple[Any, ...]]):
             return
         if position != self._dealt_to:
             raise ArgumentError(
-                f"fit cannot continue in the middle of an epoch: a batch of {position or 'one reader'} and one "
-                f"of {self._dealt_to or 'one reader'} are not the same examples. Distribute global batches "
-                'that every process reads, dj.InputOptions(auto_shard_policy="data"), or save at the end of '
-                "an epoch only."
+                f"fit cannot continue in the middle of an epoch: a batch of {position or 'one reader'} and "
+                f"one of {self._dealt_to or 'one reader'} are not the same examples. Distribute global "
+                'batches that every process reads, dj.InputOptions(auto_shard_policy="data"), or save only '
+                "at the end of an epoch."
             )
         for _ in range(count):
             next(self, None)

@@ -106,7 +106,7 @@ RAISED: dict[str, tuple[Callable[[dj.Strategy, Path], Any], str]] = {
     "a step of x and y": (lambda s, _: two_arguments(), r"one argument, the batch. Write def train_step\("),
     "a file in place of a folder": (lambda s, p: model(s).load(file(p)), "those are folders"),
     "load before compile": (
-        lambda s, p: not_compiled(s).load(reached(p, s)), r"was not compiled yet. Call model.compile\("
+        lambda s, p: not_compiled(s).load(reached(p, s)), r"has not been compiled yet. Call model.compile\("
     ),
     "a checkpoint of a model": (
         lambda s, p: saved(p, {"m": model(s)}), r'Of a dj.Model these are {"module": model.module, '

@@ -181,7 +181,7 @@ def test_a_nonfinite_loss_ends_the_training_and_names_the_first_bad_leaf(example
     example.model.learning_rate = 1e30
     guard = dj.callbacks.TerminateOnNaN()
     with pytest.warns(
-        RuntimeWarning, match=r"not finite.*first leaf that is not finite: w, in 1 of 1"
+        RuntimeWarning, match=r"no longer finite.*first leaf that is not finite: w, in 1 of 1"
     ):
         history = example.fit(guard, epochs=20)
     assert len(history.epoch) <= 4
