@@ -362,7 +362,7 @@ def _explaining_other_method(
         if not saved or has_optimizer == (method == "load"):
             if has_optimizer and not is_compiled:
                 raise CheckpointError(
-                    f"{os.fspath(path)} holds the state of an optimizer, and this model has not been compiled "
+                    f"{os.fspath(path)} holds an optimizer's state, and this model has not been compiled "
                     "yet. Call model.compile(optimizer, loss) first, as when it was saved."
                 ) from None
             raise

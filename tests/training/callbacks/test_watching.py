@@ -193,7 +193,7 @@ def test_a_bad_batch_is_distinguished_from_bad_weights(example: Any):
     y = example.y.copy()
     y[0] = np.inf
     example.model.learning_rate = 0.0
-    with pytest.warns(RuntimeWarning, match="not finite"):
+    with pytest.warns(RuntimeWarning, match="no longer finite"):
         history = example.fit(dj.callbacks.TerminateOnNaN(), y=y, epochs=20)
     assert len(history.epoch) == 1
 
