@@ -157,7 +157,7 @@ def ended_by_nan(strategy):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.fit(x, x[:, :1], batch_size=8, shuffle=False, verbose=0, callbacks=[ends, guard])
-    outcome = [str(one.message) for one in caught if "not finite" in str(one.message)]
+    outcome = [str(one.message) for one in caught if "no longer finite" in str(one.message)]
     return {"ends": ends.ends, "message": guard.message, "warnings": outcome}
 
 
