@@ -84,8 +84,6 @@ class Fault:
 
 
 class Injector:
-    """A listener to this process's status that injects each fault once."""
-
     def __init__(self, faults: Iterable[Fault]) -> None:
         self._pending = list(faults)
 

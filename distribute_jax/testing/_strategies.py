@@ -29,8 +29,6 @@ _DEFAULT_FACTORIES: tuple[Any, ...] = (OneDeviceStrategy, MirroredStrategy, Cent
 
 @dataclass(frozen=True)
 class Combination:
-    """A factory of strategies, and a number of replicas."""
-
     name: str
     factory: Any
     replicas: int
@@ -40,7 +38,6 @@ class Combination:
         return f"{self.name}-{self.replicas}"
 
     def create(self) -> Strategy:
-        """Makes the strategy on the first local devices."""
         devices = jax.local_devices()[: self.replicas]
         strategy: Strategy = self.factory(
             devices[0] if self.factory is OneDeviceStrategy else devices

@@ -21,8 +21,6 @@ _NUMBERS = (int, float, np.number)
 
 
 class Arrays(NamedTuple):
-    """Examples in memory."""
-
     x: PyTree
     y: PyTree = None
     weight: PyTree = None

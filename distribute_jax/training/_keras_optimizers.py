@@ -117,8 +117,6 @@ def optimizer(identifier: Any) -> optax.GradientTransformation:
 
 
 class MovingAverage(NamedTuple):
-    """The state of ``averaging``."""
-
     count: Any
     moving_average: Any
 
@@ -231,5 +229,4 @@ def _inner(update: Any) -> Any:
 
 
 def _closure(function: Any) -> Mapping[str, Any]:
-    """Returns the variables that a function closes over, by name."""
     return inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}

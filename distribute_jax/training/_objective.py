@@ -82,7 +82,6 @@ class Objective:
         return tuple(getattr(loss, "function", loss) for loss in self.losses.values())
 
     def names(self) -> dict[Any, str]:
-        """Returns the reported name of each of several losses."""
         return {} if self.is_single else {key: f"{output_name(key)}_loss" for key in self.losses}
 
 

@@ -42,8 +42,6 @@ class _Progress(NamedTuple):
 
 
 class Lines(Callback):
-    """Prints a line after each epoch, evaluation or prediction."""
-
     reads_late = True
 
     def __init__(self, method: str) -> None:
@@ -247,7 +245,6 @@ class NotebookBar(Bar):
 
 
 def format_scalars(logs: dict[str, Any] | None) -> list[str]:
-    """Returns the scalars of logs as text."""
     scalars = {name: float(v) for name, v in (logs or {}).items() if not np.ndim(v)}
     return [f"{name}: {_format_number(value)}" for name, value in scalars.items()]
 

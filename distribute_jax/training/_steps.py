@@ -53,7 +53,6 @@ def _gradients(module: nnx.Module, setup: Setup, batch: PyTree) -> Any:
 
 
 def train(module: nnx.Module, setup: Setup, batch: PyTree) -> None:
-    """Updates the module, and adds the batch to loss and metrics."""
     x, y, _ = unpack_x_y_sample_weight(batch)
     optimizer, tracker = setup.optimizer, setup.tracker
     gradients, (total, parts, outputs, weight) = _gradients(module, setup, batch)
@@ -227,7 +226,6 @@ def mode(module: nnx.Module, *, training: bool, trained: Any = None) -> Iterator
 
 
 def _layers_with(module: nnx.Module, of: Any) -> set[Any]:
-    """Returns the paths of the layers with variables that a filter selects."""
     return {path[:-1] for path, _ in nnx.to_flat_state(nnx.state(module, of))}
 
 

@@ -76,13 +76,11 @@ class Tracker(nnx.Module):
             metric.reset()
 
     def update_loss(self, objective: Objective, total: Any, parts: Any, examples: Any) -> None:
-        """Adds the losses of a batch, inside a step."""
         self.loss.add(total, examples)
         for key, name in objective.names().items():
             self.parts[name].add(parts[key], examples)
 
     def update_metrics(self, y: PyTree, outputs: PyTree, weight: PyTree) -> None:
-        """Adds a batch to the metrics, inside a step."""
         for name, metric in self.metrics.items():
             key, weighted = self._keys[name]
             if key is None:
@@ -214,7 +212,6 @@ def _local_copy(variable: Any) -> Any:
 
 
 def as_keras(logs: dict[str, Any], return_dict: bool) -> Any:
-    """Returns logs in Keras's form: a dict, a list, or the only number."""
     if return_dict:
         return logs
     values = list(logs.values())

@@ -35,8 +35,6 @@ from distribute_jax.training.callbacks._callback import CallbackList
 
 @dataclass(eq=False)
 class Trainer:
-    """Runs the steps of a compiled module under its strategy."""
-
     strategy: Strategy
     module: nnx.Module
     setup: Setup
@@ -104,14 +102,12 @@ class Trainer:
         return self._executions[kind]
 
     def overrides(self, kind: str) -> bool:
-        """True if the model overrides the step of a kind."""
         return f"{kind}_step" in self.overridden
 
     def tracker(self, kind: str) -> Tracker:
         return self.setup.tracker if kind == "train" else self.setup.test_tracker
 
     def reset(self, kind: str) -> None:
-        """Resets loss, metrics and the logs of a user's step."""
         self.tracker(kind).reset()
         self.step_logs[kind].reset()
 
@@ -451,7 +447,6 @@ class StepsPerExecution:
         self._batches = self._dispatches = 0
 
     def note(self, batches: int) -> None:
-        """Counts a dispatch of ``batches``."""
         if self.is_settled or batches != self.size:
             return  # the remainder of an epoch is not representative
         if self._started is None:  # the first one compiles

@@ -165,7 +165,6 @@ def _totals(arrays: Arrays) -> list[str]:
 
 
 def _bytes(array: Any) -> int:
-    """Returns the bytes of one copy of an array."""
     return int(jax.random.key_data(array).nbytes if is_key(array) else array.nbytes)
 
 

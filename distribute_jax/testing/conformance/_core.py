@@ -24,8 +24,6 @@ _ARRAYS = (np.ndarray, np.generic, jax.Array)
 
 @dataclass(frozen=True)
 class Fact:
-    """One comparison of a check."""
-
     what: str
     """What was compared, in words."""
     received: Any
@@ -88,7 +86,6 @@ def refuses(what: str, call: Callable[[], Any], kind: type[Exception]) -> Fact:
 
 
 def succeeds(what: str, call: Callable[[], Any]) -> Fact:
-    """Expects a call to raise nothing."""
     return Fact(what, _outcome(call), "no error")
 
 
@@ -111,8 +108,6 @@ def error_line(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class Subject:
-    """The strategy that is being checked."""
-
     strategy: Strategy
     devices: tuple[jax.Device, ...]
     """The device of each replica, in order."""
@@ -121,7 +116,6 @@ class Subject:
 
     @property
     def n(self) -> int:
-        """The number of replicas."""
         return len(self.devices)
 
     def create(self, make: Callable[[], Any]) -> Any:
@@ -153,7 +147,6 @@ class Subject:
         )
 
     def batches(self, data: Sequence[Any]) -> list[Any]:
-        """Distributes global batches."""
         return list(self.strategy.distribute_dataset(data))
 
 

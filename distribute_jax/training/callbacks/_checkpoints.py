@@ -205,7 +205,6 @@ class BackupAndRestore(Callback):
 
     @property
     def _steps(self) -> int:
-        """The steps of the training so far, including those before an interruption."""
         return self._steps_before + int(self.params["batches"])
 
     def _save_if(self, is_due: bool, epoch: int, batch: int) -> None:

@@ -383,7 +383,6 @@ class LossWindow(nnx.Module):
         self.skips, self.guard = skips, Guard(what, window if skips else None)
 
     def judge(self, loss: jax.Array) -> None:
-        """Compares the loss of the global batch, inside a step."""
         old = self.losses[...]
         loss = loss.astype(old.dtype)
         median = jnp.median(old)

@@ -147,7 +147,6 @@ class _BatchLogger(_Logger):
 
     @property
     def _step(self) -> int:
-        """The optimizer's step."""
         return (self._step_before or 0) + int(self.params["batches"])
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

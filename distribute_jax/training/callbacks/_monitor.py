@@ -80,7 +80,6 @@ class Monitor(Callback):
 
 
 def print_on_chief(verbose: int, text: str) -> None:
-    """Prints what a callback did, on the chief only."""
     if verbose > 0 and is_chief():
         print(text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -39,6 +40,25 @@ def backup(folder: Path, **options: Any) -> dj.callbacks.BackupAndRestore:
     return dj.callbacks.BackupAndRestore(folder / "backup", **options)
 
 
+def resume(model: dj.Model, data: Any, after: int, *callbacks: Any, **options: Any) -> Any:
+    """Interrupts a training after so many batches, and resumes it as a new process would."""
+    count = itertools.count(1)
+
+    def fail(*_: Any) -> None:
+        if next(count) == after:
+            raise InterruptedRunError
+
+    fails = dj.callbacks.LambdaCallback(on_train_batch_end=fail)
+    with pytest.raises(InterruptedRunError):
+        model.fit(data, callbacks=[*callbacks, fails], verbose=0, **options)
+    model.set_weights([np.full(1, 7.0)])  # a new process starts with other weights
+    return model.fit(data, callbacks=list(callbacks), verbose=0, **options)
+
+
+def batches_of_two(example: Any) -> list[Any]:
+    return [(example.x[i : i + 2], example.y[i : i + 2]) for i in (0, 2, 4, 6)]
+
+
 def test_a_training_resumes_at_the_failed_epoch(example: Any, tmp_path: Path):
     options = {
         "batch_size": 4,
@@ -65,33 +85,15 @@ def test_a_backup_within_an_epoch_resumes_at_the_next_batch(
     example: Any, tmp_path: Path, steps: int | None
 ):
     """No batch is trained on twice, and the loss of the epoch is that of all its batches."""
-    data = [(example.x[i : i + 2], example.y[i : i + 2]) for i in (0, 2, 4, 6)]
-    if steps is not None:
-        data = data * 3
-    options = {"epochs": 2 if steps is None else 4, "steps_per_epoch": steps, "verbose": 0}
-    whole = example.model.fit(data, **options).history["loss"]
+    data = batches_of_two(example) * (1 if steps is None else 3)
+    options = {"epochs": 2 if steps is None else 4, "steps_per_epoch": steps}
+    whole = example.model.fit(data, verbose=0, **options).history["loss"]
     weight = example.w
     example.reset()
-    ends: list[tuple[int, int]] = []
-    resumed: list[bool] = []
-
-    class Note(dj.callbacks.Callback):
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self.epoch = epoch
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            ends.append((self.epoch, batch))
-            if len(ends) == 7 and not resumed:
-                raise InterruptedRunError
-
-    note = Note()
-    with pytest.raises(InterruptedRunError):
-        example.model.fit(data, callbacks=[note, backup(tmp_path, save_freq=5)], **options)
-    example.model.set_weights([np.full(1, 7.0)])
-    ends.clear()
-    resumed.append(True)
-    history = example.model.fit(data, callbacks=[note, backup(tmp_path, save_freq=50)], **options)
-    assert ends[0] == ((1, 1) if steps is None else (1, 2))
+    begun: list[int] = []
+    notes = dj.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, _: begun.append(batch))
+    history = resume(example.model, data, 7, notes, backup(tmp_path, save_freq=5), **options)
+    assert (history.epoch[0], begun[7]) == (1, 1 if steps is None else 2)
     assert history.history["loss"] == whole[1:]
     assert example.w == weight
 
@@ -102,37 +104,22 @@ def test_a_backup_after_the_last_batch_of_a_pass_repeats_no_batch(
     example: Any, tmp_path: Path, steps: int | None
 ):
     """Also if the epoch has more steps than are left."""
-    data = [(example.x[i : i + 2], example.y[i : i + 2]) for i in (0, 2, 4, 6)]
-    options = {"epochs": 3, "steps_per_epoch": steps, "verbose": 0}
-    whole = example.model.fit(data, **options).history["loss"]
+    data, options = batches_of_two(example), {"epochs": 3, "steps_per_epoch": steps}
+    whole = example.model.fit(data, verbose=0, **options).history["loss"]
     weight = example.w
     example.reset()
-    ends: list[int] = []
-
-    def fail_at_the_fourth(batch: int, logs: Any) -> None:
-        ends.append(batch)
-        if len(ends) == 4:
-            raise InterruptedRunError
-
-    fails = dj.callbacks.LambdaCallback(on_train_batch_end=fail_at_the_fourth)
-    with pytest.raises(InterruptedRunError):
-        example.model.fit(data, callbacks=[backup(tmp_path, save_freq=1), fails], **options)
-    example.model.set_weights([np.full(1, 7.0)])  # a new process starts with other weights
-    history = example.model.fit(data, callbacks=[backup(tmp_path)], **options)
+    history = resume(example.model, data, 4, backup(tmp_path, save_freq=1), **options)
     assert whole[-len(history.epoch) :] == history.history["loss"]
     assert example.w == weight
 
 
 def test_a_resumed_epoch_keeps_its_learning_rate(example: Any, tmp_path: Path):
-    data = [(example.x[i : i + 2], example.y[i : i + 2]) for i in (0, 2, 4, 6)]
+    data = batches_of_two(example)
     halve = dj.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
-    options = {"epochs": 3, "verbose": 0}
-    whole = example.model.fit(data, callbacks=[halve], **options).history
+    whole = example.model.fit(data, callbacks=[halve], epochs=3, verbose=0).history
     example.reset()
-    hooks = [halve, backup(tmp_path, save_freq=3), interrupt(on_train_batch_end=2)]
-    with pytest.raises(InterruptedRunError):
-        example.model.fit(data, callbacks=hooks, **options)
-    assert example.model.fit(data, callbacks=hooks[:2], **options).history == whole
+    saves = backup(tmp_path, save_freq=3)
+    assert resume(example.model, data, 3, halve, saves, epochs=3).history == whole
 
 
 @pytest.mark.parametrize("steps", [None, 3])
@@ -142,26 +129,21 @@ def test_batches_before_the_backup_are_not_read_again(
     """If the source can start at any batch."""
     read: list[float] = []
 
-    def noted(row: Any) -> Any:
+    def record(row: Any) -> Any:
         read.append(float(row[0][0]))
         return row
 
-    rows = dj.data.from_arrays((example.x, example.y)).map(noted)
-    data = (
-        rows.shuffle(seed=3).batch(2) if steps is None else rows.shuffle(seed=3).batch(2).repeat()
-    )
-    options = {"epochs": 2, "steps_per_epoch": steps, "verbose": 0}
-    whole = example.model.fit(data, **options).history["loss"]
+    data = dj.data.from_arrays((example.x, example.y)).map(record).shuffle(seed=3).batch(2)
+    data = data if steps is None else data.repeat()
+    options = {"epochs": 2, "steps_per_epoch": steps}
+    whole = example.model.fit(data, verbose=0, **options).history["loss"]
     weight, order = example.w, read[:16]
     example.reset()
-    hooks = [backup(tmp_path, save_freq=2), interrupt(on_train_batch_end=2)]
-    with pytest.raises(InterruptedRunError):
-        example.model.fit(data, callbacks=hooks, **options)
-    read.clear()
-    history = example.model.fit(data, callbacks=[backup(tmp_path)], **options)
+    starts = dj.callbacks.LambdaCallback(on_train_begin=lambda _: read.clear())
+    history = resume(example.model, data, 3, starts, backup(tmp_path, save_freq=2), **options)
     assert history.history["loss"] == whole
     assert example.w == weight
-    # An endless source shows by its first batch that it is the same one.
+    # Of an endless source the first batch is read too, to check that it is the same source.
     first = [] if steps is None else order[:2]
     assert read[: len(first) + 4] == first + order[4:8]
 
@@ -290,7 +272,7 @@ def test_sigterm_after_the_last_batch_saves(
 def test_sigterm_saves_after_the_batch_and_training_resumes(
     example: Any, tmp_path: Path, save_freq: Any
 ):
-    data = [(example.x[i : i + 2], example.y[i : i + 2]) for i in (0, 2, 4, 6)]
+    data = batches_of_two(example)
     whole = example.model.fit(data, epochs=2, verbose=0).history["loss"]
     weight = example.w
     example.reset()
