@@ -49,6 +49,8 @@ class Server:
         elif message.name == "link":
             worker = self._connect(*message.ends)
             threading.Thread(target=self._serve, args=(worker,), daemon=True).start()
+        elif message.name not in ("assign", "commit", "forget", "prepare", "restore"):
+            raise WireError(f"a server got an unknown request: {message.name!r:.40}")
         else:
             arrays = [[*map(jax.device_put, message.arrays)]] if message.arrays else []
             getattr(self.store, message.name)(*message.plain, *arrays)
@@ -78,6 +80,8 @@ class Worker:
         elif message.name == "forget":
             for name in message.plain:
                 del self._programs[name]
+        elif message.name != "link":
+            raise WireError(f"a worker got an unknown request: {message.name!r:.40}")
         else:
             (server,) = message.plain
             if server in self._links:

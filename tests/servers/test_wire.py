@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from distribute_jax.servers._child import Server, Worker
 from distribute_jax.servers._wire import Connection, Message, WireError, pair, unpacked
 
 SECONDS = 10
@@ -140,3 +141,11 @@ def test_an_interrupt_within_a_message_ends_the_connection(call: str) -> None:
         Connection(end).ask(Message("the next question"))
     there.close()
     here.close()
+
+
+@pytest.mark.parametrize("role", [Server, Worker])
+@pytest.mark.parametrize("name", ["__init__", "_apply", "answer", "", "run " * 40])
+def test_only_known_requests_are_done(role: type[Server | Worker], name: str):
+    """A name from a message reaches no other method of the process that gets it."""
+    with pytest.raises(WireError, match="got an unknown request"):
+        role(lambda end: end).do(Message(name, [0]))
