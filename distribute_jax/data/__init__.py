@@ -1,11 +1,11 @@
-"""Input: global batches in, one share for each replica out, in order and to the last example.
+"""The input pipeline: divides global batches among the replicas, in order and to the last example.
 
-``from_arrays`` and ``from_files`` make datasets; strategies also take Grain's, ``tf.data``'s, PyTorch's
-and Hugging Face's, and any iterable of batches: ``sources`` has a class for each kind. ``_feed`` makes
-elements of their batches on the host, checked (``_check``) and divided (``_split``). Elements
-(``_element``) put themselves on the devices, read ahead by a thread (``_prefetch``); ``_dataset`` is what
-the user iterates. ``_split`` also decides which part of a source a process reads, and ``_agreement`` how
-several processes end an epoch together.
+``from_arrays`` and ``from_files`` create datasets; strategies also take those of Grain, ``tf.data``, PyTorch
+and Hugging Face, and any iterable of batches. ``sources`` has a class for each kind. ``_feed`` turns
+their batches into elements on the host, checked by ``_check`` and divided by ``_split``. ``_element``
+transfers an element to the devices, and ``_prefetch`` reads ahead in a background thread. Users iterate
+``_dataset``. ``_split`` also decides which part of a source each process reads, and ``_agreement`` makes
+all processes end an epoch at the same step.
 """
 
 from distribute_jax._lazy import public_names, publish

@@ -1,11 +1,14 @@
-"""When an epoch ends on all processes: they agree on its steps, a few at a time."""
+"""Agreement of all processes on the steps of an epoch, so that they end it together.
+
+Data may have another length on each process, and a process that stops early would leave the others
+waiting in a collective. They exchange what they have read, a few steps at a time.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,32 +27,27 @@ from distribute_jax.processes import job_of
 
 
 def worker_of(mesh: Mesh) -> Worker:
-    """Returns how many processes share a mesh, and which of them this is."""
     job = job_of(mesh)
     return Worker(job.count, job.index)
 
 
 EpochEnd: TypeAlias = Callable[[Iterator[HostElement], int | None], Iterator[HostElement]]
-"""Returns an element of this process for each step that all processes take together in a pass.
-
-It gets the elements of this process, and their number if that is known. A process whose data has ended goes
-on with elements of padding alone until the data of every process has ended.
+"""Takes the elements of this process in one epoch, and their number if it is known; yields one for each
+step that all processes take together. A process whose data has ended continues with elements of only
+padding until the data of every process has ended.
 """
 
 
 def epoch_ends(mesh: Mesh, options: InputOptions, *, common: bool) -> EpochEnd:
-    """Returns the agreement of the processes of a mesh on each pass over a new dataset.
-
-    Each pass has a topic, so that one which is left early does not disturb the next.
-    """
+    """Returns how the processes of a mesh end the epochs of a new dataset together."""
     job = job_of(mesh)
     if job.is_alone:
         return lambda elements, length: elements
-    _distributed["datasets"] += 1
-    dataset, passes = _distributed["datasets"], count(1)
+    dataset, passes = next(_dataset_numbers), count(1)
     policy = PartialPolicy(options.partial)
 
     def next_pass(elements: Iterator[HostElement], length: int | None) -> Iterator[HostElement]:
+        # A topic for each pass: messages of a pass that was left early do not reach the next.
         topic = f"the batches of dataset {dataset}, pass {next(passes)}"
         job.actions.record(f"reading {topic}")
         end = GlobalEpochEnd(partial(job.exchange, topic), job.index, policy, common)
@@ -58,18 +56,18 @@ def epoch_ends(mesh: Mesh, options: InputOptions, *, common: bool) -> EpochEnd:
     return next_pass
 
 
-_distributed: Counter[str] = Counter()
-"""How many datasets were distributed so far, which is the same number on every process."""
+_dataset_numbers = count(1)
+"""Numbers the distributed datasets, in the same order on every process."""
 
-_ROUND_SECONDS = 1.0
-"""How long the steps of one round should last, so that a thousand processes do not talk all the time."""
+_TARGET_ROUND_SECONDS = 1.0
+"""How long the steps of one round should take, so that a thousand processes do not talk all the time."""
 
-_MOST_STEPS = 8
-"""Steps of one round at most: so many batches wait on the host until the others' are known."""
+_MAX_STEPS_PER_ROUND = 8
+"""Bounds the batches that wait on the host until those of the other processes are known."""
 
 
 class Step(NamedTuple):
-    """What one process brings to one step."""
+    """What one process contributes to one step."""
 
     counts: Sequence[int]
     """Real examples of each of its replicas."""
@@ -89,19 +87,18 @@ class Announcement(NamedTuple):
     """What one process announces in a round."""
 
     steps: Sequence[Step] = ()
-    """Its next steps, fewer than asked for where its data ends."""
+    """Its next steps; fewer than requested if its data ends."""
     seconds: float = 0.0
     """How long each step of its last round took."""
     error: str | None = None
-    """Why it has no more."""
+    """Why its data ended early."""
     length: int | None = None
-    """Steps of its epoch, where that is known beforehand."""
+    """Steps of its epoch, if known in advance."""
     digest: str | None = None
-    """Of the first batch that it reads, where all read the same."""
+    """Of its first batch, if all processes should read the same batches."""
 
     @classmethod
     def from_json(cls, text: str) -> Announcement:
-        """Returns the announcement of which this is the JSON."""
         steps, *others = json.loads(text)
         return cls([Step(*step) for step in steps], *others)
 
@@ -110,30 +107,30 @@ class Announcement(NamedTuple):
 class GlobalEpochEnd:
     """Makes processes with data of different length take the same steps.
 
-    A process whose data has ended goes on with padding alone under the policies ``mask`` and ``shrink``.
-    Under ``drop`` the epoch ends with the first process whose data ends, and under ``error`` it is an
-    error that they do not end together. What makes one process fail is raised by all, and none waits.
-    Where all read the same batches (``common``) and know their number, one round is enough.
+    A process whose data has ended continues with only padding under the policies ``mask`` and ``shrink``.
+    Under ``drop`` the epoch ends when the data of any process ends, and under ``error`` it is an
+    error if they do not end together. A failure of one process is raised by all, so that none waits.
+    If all read the same batches (``common``) and know their number, one round is enough.
     """
 
     exchange: Callable[[str], Sequence[str]]
-    """One round: each process calls it once, and gets the texts of all in order of the processes."""
+    """One round: each process calls it once, and gets the texts of all processes in order."""
     process: int
     policy: PartialPolicy
     common: bool
 
     def steps(self, elements: Iterator[HostElement], length: int | None) -> Iterator[HostElement]:
         if self.common:
-            first, error = _next(elements, 1)
+            first, error = _take(elements, 1)
             digest = first[0].digest if first else None
-            everyone = self._announce(error=_text(error), length=length, digest=digest)
-            _check_lengths([one.length for one in everyone])
-            _raise(error, everyone)
+            announced = self._announce(error=_error_line(error), length=length, digest=digest)
+            _check_lengths([each.length for each in announced])
+            _raise_failure(error, announced)
             elements = chain(first, elements)
-            if self.process == 0 and len({one.digest for one in everyone}) > 1:
+            if self.process == 0 and len({each.digest for each in announced}) > 1:
                 warnings.warn(_DIFFERENT_BATCHES, stacklevel=2)
             if length is not None:
-                return _exactly(elements, length)
+                return _check_length(elements, length)
         return self._rounds(elements)
 
     def _rounds(self, elements: Iterator[HostElement]) -> Iterator[HostElement]:
@@ -141,49 +138,51 @@ class GlobalEpochEnd:
         requested, share, seconds = 1, 0, 0.0
         while True:
             start = time.perf_counter()
-            local, error = _next(elements, requested)
+            local, error = _take(elements, requested)
             steps = [Step.of(element) for element in local]
-            everyone = self._announce(steps=steps, seconds=seconds, error=_text(error))
+            announced = self._announce(steps=steps, seconds=seconds, error=_error_line(error))
             if last is None:
-                _check_all_have_data(everyone)
-            _check_steps_match(everyone, self.policy)
-            agreed = self._agreed_steps(everyone)
+                _check_all_have_data(announced)
+            _check_steps_match(announced, self.policy)
+            agreed = self._agreed_steps(announced)
             for number in range(agreed):
                 last = local[number] if number < len(local) else last
                 if self.policy is not PartialPolicy.MASK:
-                    share = 0  # MASK keeps one shape, also when the process with the longest share is out
-                step = [one.steps[number] if number < len(one.steps) else None for one in everyone]
+                    share = 0  # MASK keeps one shape, also after the process with the longest share
+                step = [e.steps[number] if number < len(e.steps) else None for e in announced]
                 share = max(share, *(part.share for part in step if part))
                 counts = [part.counts if part else [0] * len(last.counts) for part in step]
-                everywhere = [*chain.from_iterable(counts)]
-                yield replace(last, share=share, counts=counts[self.process], all_counts=everywhere)
-            _raise(error, everyone)
+                all_counts = [*chain.from_iterable(counts)]
+                yield replace(last, share=share, counts=counts[self.process], all_counts=all_counts)
+            _raise_failure(error, announced)
             if agreed < requested:
                 return
             seconds = (time.perf_counter() - start) / requested
-            # It follows from what all have announced, so that all ask for as many.
-            slowest = max(one.seconds for one in everyone)
-            requested = min(max(int(_ROUND_SECONDS / slowest), 1), _MOST_STEPS) if slowest else 1
+            # Computed from what all have announced, so that all request the same number.
+            slowest = max(each.seconds for each in announced)
+            fitting = int(_TARGET_ROUND_SECONDS / slowest) if slowest else 1
+            requested = min(max(fitting, 1), _MAX_STEPS_PER_ROUND)
 
     def _announce(self, **fields: Any) -> list[Announcement]:
         """Returns the announcements of all processes."""
         return [*map(Announcement.from_json, self.exchange(json.dumps(Announcement(**fields))))]
 
-    def _agreed_steps(self, everyone: Sequence[Announcement]) -> int:
-        lengths = [len(one.steps) for one in everyone]
-        failed = [len(one.steps) for one in everyone if one.error is not None]
+    def _agreed_steps(self, announced: Sequence[Announcement]) -> int:
+        lengths = [len(each.steps) for each in announced]
+        failed = [len(each.steps) for each in announced if each.error is not None]
         longest = min(lengths) if self.policy is PartialPolicy.DROP else max(lengths)
         if self.policy is PartialPolicy.ERROR and not failed and min(lengths) < longest:
             raise ArgumentError(
-                f"The data of process {lengths.index(min(lengths))} has ended before that of another one, "
-                "and with partial='error' all end together. Give every process as many batches, or pass "
-                "InputOptions(partial='mask'), with which a process that is out of data goes on with "
-                "masked padding."
+                f"The data of process {lengths.index(min(lengths))} has ended before that of another, and "
+                "partial='error' requires all to end together. Give every process the same number of "
+                "batches, or pass InputOptions(partial='mask'), with which a process that is out of data "
+                "continues with masked padding."
             )
         return min([longest, *failed])
 
 
-def _exactly(elements: Iterator[HostElement], length: int) -> Iterator[HostElement]:
+def _check_length(elements: Iterator[HostElement], length: int) -> Iterator[HostElement]:
+    """Yields the elements; raises if their number differs from the length on which all have agreed."""
     number = 0
     for number, element in enumerate(elements, 1):
         if number > length:
@@ -193,7 +192,7 @@ def _exactly(elements: Iterator[HostElement], length: int) -> Iterator[HostEleme
         actual = "more" if number > length else number
         raise ArgumentError(
             f"The length of the source is {length} batches, and an epoch had {actual}. The processes have "
-            "agreed on that number, so its length must be right, or it must have none."
+            "agreed on that number, so its __len__ must be right, or be left out."
         )
 
 
@@ -206,66 +205,66 @@ def _check_lengths(lengths: Sequence[int | None]) -> None:
         )
 
 
-def _check_all_have_data(everyone: Sequence[Announcement]) -> None:
-    without = [i for i, one in enumerate(everyone) if not one.steps and one.error is None]
-    if without and any(one.steps for one in everyone):
+def _check_all_have_data(announced: Sequence[Announcement]) -> None:
+    without = [i for i, each in enumerate(announced) if not each.steps and each.error is None]
+    if without and any(each.steps for each in announced):
         raise ArgumentError(
-            f"Process {without[0]} has no batch at all, and other processes have some, so it does not know "
+            f"Process {without[0]} has no batches, and other processes have some, so it does not know "
             "what the batches look like. Give every process at least one batch, or let every process read "
             'everything: dj.InputOptions(auto_shard_policy="data").'
         )
 
 
-def _raise(error: BaseException | None, everyone: Sequence[Announcement]) -> None:
-    """Raises what ended this process's data, or the news that another's failed."""
+def _raise_failure(error: BaseException | None, announced: Sequence[Announcement]) -> None:
+    """Raises this process's error, or an error that names the process that failed."""
     if error is not None:
         raise error
-    for process, one in enumerate(everyone):
-        if one.error is not None:
+    for process, each in enumerate(announced):
+        if each.error is not None:
             raise ArgumentError(
                 f"The input of process {process} failed, so no process can take the next step:\n"
-                f"  {one.error}\nIts traceback is in the output of process {process}."
+                f"  {each.error}\nIts traceback is in the output of process {process}."
             )
 
 
-def _check_steps_match(everyone: Sequence[Announcement], policy: PartialPolicy) -> None:
+def _check_steps_match(announced: Sequence[Announcement], policy: PartialPolicy) -> None:
     """Raises, on every process, if the batches of a step would not make one array."""
     fixed = policy in (PartialPolicy.DROP, PartialPolicy.ERROR)
-    for number in range(max(len(one.steps) for one in everyone)):
+    for number in range(max(len(each.steps) for each in announced)):
         kinds: dict[str, int] = {}
-        for process, one in enumerate(everyone):
-            for step in one.steps[number : number + 1]:
+        for process, each in enumerate(announced):
+            for step in each.steps[number : number + 1]:
                 size = f", {step.share} examples for each replica" if fixed else ""
                 kinds.setdefault(step.kind + size, process)
         if len(kinds) > 1:
             lines = "\n".join(f"  process {process}: {kind}" for kind, process in kinds.items())
             raise ArgumentError(
-                f"The processes bring different batches to one step:\n{lines}\nAll processes run one "
+                f"The processes have different batches for one step:\n{lines}\nAll processes run one "
                 "program, so their batches must have the same keys, dtypes and sizes, and without masks "
-                "as many examples. Pad them, for example, to one size."
+                "the same number of examples. Pad them to one size, for example."
             )
 
 
-def _next(
+def _take(
     elements: Iterator[HostElement], count: int
 ) -> tuple[list[HostElement], BaseException | None]:
-    """Returns the next elements, and the error that came in place of one."""
-    local: list[HostElement] = []
+    """Returns up to ``count`` elements, and the error that ended them early."""
+    taken: list[HostElement] = []
     try:
         for element in islice(elements, count):
-            local.append(element)  # noqa: PERF402 - what came before an error is kept
-    except BaseException as error:  # whatever it is, the others must hear of it
-        return local, error
-    return local, None
+            taken.append(element)  # noqa: PERF402 - elements before an error are kept
+    except BaseException as error:  # every error must reach the other processes
+        return taken, error
+    return taken, None
 
 
-def _text(error: BaseException | None) -> str | None:
+def _error_line(error: BaseException | None) -> str | None:
     return None if error is None else f"{type(error).__name__}: {error_text(error)}"
 
 
 _DIFFERENT_BATCHES = (
-    "All processes are to read the same batches and to take their part of each, but their first batches "
+    "All processes should read the same batches and take their part of each, but their first batches "
     "differ: some examples may be trained on twice and others never. Give every process the same data and "
-    "the same seed for its shuffling, or different data: strategy.distribute_datasets_from_function, or "
-    'dj.InputOptions(auto_shard_policy="off"). Random changes of the images may stay: this is a warning only.'
+    "the same shuffling seed, or different data: strategy.distribute_datasets_from_function, or "
+    'dj.InputOptions(auto_shard_policy="off"). If only random augmentation differs, ignore this warning.'
 )

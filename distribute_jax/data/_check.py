@@ -1,4 +1,4 @@
-"""Checks batches: that they can be divided, and that shapes and dtypes stay the same in an epoch."""
+"""Checks that a batch can be divided, and that all batches of an epoch fit one step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RAGGED = (
     "to the whole batch for each example, or pass it to strategy.run as a separate argument."
 )
 MASKED = (
-    "Devices know no masks, so the masked values would be taken for data. Give the values and the mask "
+    "JAX arrays have no mask, so the masked values would be used as data. Pass the values and the mask "
     "as two leaves: array.filled(0) and np.ma.getmaskarray(array)."
 )
 DONATED = (
@@ -50,18 +50,19 @@ DONATED = (
 )
 TOO_LARGE = (
     "64-bit integers become 32-bit, because jax_enable_x64 is off, and these do not fit. Call "
-    "jax.config.update('jax_enable_x64', True) first, or re-number them."
+    "jax.config.update('jax_enable_x64', True) first, or renumber them."
 )
 
 
 def check_batch(batch: PyTree, where: str, remedy: str) -> int:
     """Returns the number of examples of a batch, or raises an ArgumentError that names every bad leaf.
 
-    The messages also say which batch it is (``where``) and how its source is batched (``remedy``).
+    Messages begin with ``where``, the number of the batch, and ``remedy`` says how to batch its source.
     """
     try:
         sizes = {_plain_rows(leaf) for leaf in jax.tree.leaves(batch, is_leaf=_is_distributed)}
-        if len(sizes) == 1 and None not in sizes:  # as nearly all batches, in a quarter of the time
+        # Nearly all batches end here, in a quarter of the time.
+        if len(sizes) == 1 and None not in sizes:
             return sizes.pop() or 0
         leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_distributed)
     except ValueError as error:
@@ -71,12 +72,12 @@ def check_batch(batch: PyTree, where: str, remedy: str) -> int:
         ) from None
     if not leaves:
         raise ArgumentError(
-            f"{where} is {batch!r:.60}, which holds no array, so it has no examples to divide. "
+            f"{where} is {batch!r:.60}, which contains no array, so it has no examples to divide. "
             f"{UNBATCHED} {remedy}"
         )
     faults: dict[str, list[str]] = {}
     for path, leaf in leaves:
-        rule = next((rule for wrong, rule in _FAULTS if wrong(leaf)), None)
+        rule = next((rule for is_fault, rule in _FAULTS if is_fault(leaf)), None)
         if rule is not None:
             advice = f"{rule} {remedy}" if rule == UNBATCHED else rule
             faults.setdefault(advice, []).append(_line(path, leaf))
@@ -95,12 +96,12 @@ def device_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def dtype_on_device(leaf: Any) -> np.dtype[Any]:
-    """Returns the dtype of a checked leaf, of the host or a device, on the devices."""
+    """Returns the dtype that a leaf has, or will have, on the devices."""
     return leaf.dtype if isinstance(leaf, jax.Array) else device_dtype(leaf.dtype)
 
 
 def _plain_rows(leaf: Any) -> int | None:
-    """Returns the rows of a leaf that needs no closer look."""
+    """Returns the rows of a NumPy array that devices can hold as it is; None for other leaves."""
     if type(leaf) is not np.ndarray or not leaf.ndim:
         return None
     kind, size = leaf.dtype.kind, leaf.dtype.itemsize
@@ -125,7 +126,7 @@ def _is_unbatched(leaf: Any) -> bool:
 def _is_not_numeric(leaf: Any) -> bool:
     if not isinstance(leaf, np.ndarray):
         return isinstance(leaf, (str, bytes))
-    # NumPy takes a timedelta64 for a signed integer.
+    # In NumPy a timedelta64 is a subtype of signed integers.
     refused = leaf.dtype.kind == "m" or leaf.dtype.name.startswith("float6_")
     return refused or not is_numeric(leaf.dtype)
 
@@ -152,8 +153,8 @@ _FAULTS: tuple[tuple[Callable[[Any], bool], str], ...] = (
 class BatchSignature:
     """The structure, dtypes and numbers of dims that all batches of an epoch have.
 
-    The sizes of the dims may differ, as where sentences are padded batch by batch: the step is then
-    compiled for each.
+    The sizes of the dims may differ, for example if sentences are padded batch by batch: the step is
+    then compiled for each.
     """
 
     def __init__(self) -> None:
@@ -167,31 +168,26 @@ class BatchSignature:
         kinds = [(leaf.ndim, dtype_on_device(leaf)) for leaf in leaves]
         if self._structure is None:
             self._structure, self._kinds = structure, kinds
-            self._first = [_described(leaf) for leaf in leaves]
+            self._first = [_spec(leaf) for leaf in leaves]
         elif structure != self._structure:
             raise ArgumentError(
-                f"{where} has another structure than the first one:\n  it is  {structure}\n"
+                f"{where} has another structure than the first batch:\n  it is  {structure}\n"
                 f"  first: {self._structure}\nOne step takes all batches, so every batch must have the "
                 "same keys and nesting. Fill in what is missing, or distribute two datasets."
             )
         elif kinds != self._kinds:
-            raise self._wrong_kinds(batch, kinds, where)
-
-    def _wrong_kinds(self, batch: PyTree, kinds: list[Any], where: str) -> ArgumentError:
-        leaves = jax.tree_util.tree_leaves_with_path(batch)
-        lines = [
-            f"{_line(path, _described(leaf))}, in the first batch {leaf_text(first)}"
-            for (path, leaf), kind, first, first_kind in zip(
-                leaves, kinds, self._first, self._kinds, strict=True
+            with_paths = jax.tree_util.tree_leaves_with_path(batch)
+            lines = [
+                f"{_line(path, _spec(leaf))}, in the first batch {leaf_text(first)}"
+                for i, ((path, leaf), first) in enumerate(zip(with_paths, self._first, strict=True))
+                if kinds[i] != self._kinds[i]
+            ]
+            raise ArgumentError(
+                f"{where} differs from the first batch:\n{listed(lines)}\nOne step takes all batches, so "
+                "a leaf keeps its dtype and its number of dims. Convert the batches to one of the two, for "
+                "example with astype or reshape."
             )
-            if kind != first_kind
-        ]
-        return ArgumentError(
-            f"{where} is of another kind than the first one:\n{listed(lines)}\nOne step takes all "
-            "batches, so a leaf keeps its dtype and its number of dims. Convert the batches to one of "
-            "the two, for example with astype or reshape."
-        )
 
 
-def _described(leaf: Any) -> jax.ShapeDtypeStruct:
+def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, dtype_on_device(leaf))

@@ -22,35 +22,35 @@ from distribute_jax.data._split import EpochProgress
 from distribute_jax.processes import doing
 
 Observer: TypeAlias = Callable[[PyTree], Any]
-"""What is noted of a batch while it is on the host."""
+"""Computes something from a batch while it is on the host."""
 
-_Placed: TypeAlias = tuple[HostElement, PyTree, list[Any]]
-"""An element as it was on the host, as it is on the devices, and what was observed."""
+_PlacedElement: TypeAlias = tuple[HostElement, PyTree, list[Any]]
+"""An element on the host, the same on the devices, and what the observers returned for it."""
 
 
 class Loop(Protocol):
-    """What is notified between the steps of a loop over an iterator."""
+    """A training loop that is notified of the batches that an iterator yields."""
 
     def between_steps(self) -> None:
-        """Called before a batch is taken, when the steps of all others have run."""
+        """Called before a batch is taken, when the steps of all earlier batches have run."""
 
     def took_batch(self) -> None:
         """Called after a batch was taken."""
 
 
 class DistributedDataset:
-    """Batches, each spread over the replicas of a strategy.
+    """Batches that are divided among the replicas of a strategy.
 
     Iterating yields one element for each global batch, in order: the user's structure with a
     ``PerReplica`` at every leaf. Every example appears exactly once in an epoch under the policies
-    ``mask`` and ``shrink``. Iterating again starts the next epoch. Strategies make it; user code
+    ``mask`` and ``shrink``. Iterating again starts the next epoch. Strategies create it; user code
     calls ``strategy.distribute_dataset`` or ``strategy.distribute_datasets_from_function``.
 
     Args:
         feed: the elements on the host.
         mesh: the strategy's mesh.
-        guard: called when iteration starts and before each batch; raises where neither is allowed.
-        ends: called for each pass: the agreement of the processes on its end.
+        guard: called when iteration starts and before each batch; raises if neither is allowed.
+        ends: called for each pass; makes the processes end it together.
         ahead: how many elements a background thread may have ready on the devices; 0 for no thread.
 
     Example:
@@ -71,7 +71,7 @@ class DistributedDataset:
             "next(iter(dataset)) for the first."
         )
         __reduce__ = refusing(
-            "A distributed dataset holds the devices of its process, so it cannot be pickled. Send its "
+            "A distributed dataset refers to devices of its process, so it cannot be pickled. Send its "
             "source, and call strategy.distribute_dataset(source) where the batches are used."
         )
 
@@ -118,19 +118,19 @@ class DistributedDataset:
 
     @property
     def cardinality(self) -> int | None:
-        """The number of elements, or None where it is not known before the end.
+        """The number of elements, or None if it is not known before the end.
 
-        It comes from the length of the source: functions, generators and endless sources have none,
-        nor is it known which batches ``partial="drop"`` will skip.
+        It follows from the length of the source. Functions, generators and endless sources have none,
+        and it is not known in advance which batches ``partial="drop"`` will skip.
         """
         return self._feed.cardinality
 
     def __len__(self) -> int:
-        """Returns ``cardinality``; a TypeError if it is not known, or there is no end."""
+        """Returns ``cardinality``; raises a TypeError if it is None."""
         if self.cardinality is None:
             raise TypeError(
-                "The length of this dataset is not known before its end: its source has none. Count in the "
-                "loop, or pass a source that has a length."
+                "The length of this dataset is not known before its end, because its source has no length. "
+                "Count in the loop, or pass a source that has a length."
             )
         return self.cardinality
 
@@ -141,8 +141,11 @@ class DistributedDataset:
         """Folds over the elements of one epoch: ``state = reduce_func(state, element)`` for each.
 
         Args:
-            initial_state: what the first call gets, and the result for a dataset without elements.
+            initial_state: the first state, and the result for a dataset without elements.
             reduce_func: takes the state and an element, returns the next state.
+
+        Returns:
+            The state after the last element.
 
         Raises:
             ArgumentError: the dataset is repeated without end.
@@ -161,28 +164,32 @@ class DistributedDataset:
 
     def _placed(
         self, elements: Iterator[HostElement], observers: list[Observer], done: int = 0
-    ) -> Iterator[_Placed]:
+    ) -> Iterator[_PlacedElement]:
         length = self._feed.cardinality
         agreed = self._ends(elements, None if length is None else length - done)
         placed = (
             # Loaders reuse their buffers, so a batch is observed before the next one is read.
-            (element, element.placed(self._mesh), [one(element.batch) for one in observers])
+            (
+                element,
+                element.placed(self._mesh),
+                [observer(element.batch) for observer in observers],
+            )
             for element in agreed
         )
         if self._ahead == 0:
             return placed
         self._stalls.restart()
-        in_any_thread = self._feed.in_any_thread
-        return Prefetcher(placed, self._ahead, self._stalls, in_any_thread=in_any_thread)
+        can_change_thread = self._feed.can_change_thread
+        return Prefetcher(placed, self._ahead, self._stalls, can_change_thread=can_change_thread)
 
     def _note_first(self, element: HostElement) -> None:
         if self._spec is None:
             self._spec = element.spec
         n, replicas = sum(element.counts), num_replicas(self._mesh)
-        # One process of several sees its part of the batch only.
+        # In a job of several processes, each sees only its part of the batch.
         is_global = self._feed.divides and is_local(self._mesh)
-        is_all = self._feed.cardinality == 1  # there are no more examples to batch with these
-        if is_global and not is_all and not self._warned and 0 < n < replicas:
+        is_only = self._feed.cardinality == 1  # there are no more examples to batch with these
+        if is_global and not is_only and not self._warned and 0 < n < replicas:
             self._warned = True
             warn_user(
                 f"The global batch has {n} examples for {replicas} replicas, so {replicas - n} of the "
@@ -196,7 +203,7 @@ class DistributedIterator(Iterator[Any]):
     """One pass over a distributed dataset.
 
     An exception from the source passes through unchanged, and the dataset can be iterated again.
-    :meth:`state` returns how far the pass has come, and :meth:`restore` resumes from there, with any
+    :meth:`state` returns the position in the pass, and :meth:`restore` resumes from there, with any
     number of replicas.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedIterator
@@ -228,7 +235,7 @@ class DistributedIterator(Iterator[Any]):
     get_next = __next__
 
     def get_next_as_optional(self) -> OptionalElement:
-        """The next element if there is one; at the end, an empty one, and no StopIteration."""
+        """The next element; at the end an empty optional, without a StopIteration."""
         return OptionalElement(*self._take())
 
     @property
@@ -237,7 +244,7 @@ class DistributedIterator(Iterator[Any]):
         return self._dataset.element_spec
 
     def state(self) -> dict[str, Any]:
-        """Returns how far the pass has come, to be saved with the model after any step.
+        """Returns the position in the pass, to be saved with the model after any step.
 
         Returns:
             A small dict of strings, numbers and Nones, for ``json`` or a checkpoint.
@@ -260,10 +267,10 @@ class DistributedIterator(Iterator[Any]):
         return dict(self._dataset._feed.state(self._epoch, self._progress))
 
     def restore(self, state: State) -> None:
-        """Resumes where another pass was: its next batch comes next, and after it its next epoch.
+        """Continues from the position of another pass: with its next batch, and then with its next epoch.
 
-        The strategy may have another number of replicas; the examples, the global batch size and
-        the seed are those of the pass that was saved.
+        The strategy may have another number of replicas. The examples, the global batch size and
+        the seed must be those of the saved pass.
 
         Args:
             state: what ``state()`` returned.
@@ -277,12 +284,12 @@ class DistributedIterator(Iterator[Any]):
         epoch, progress, elements = dataset._feed.resume(state)
         self._epoch, self._progress = epoch, progress
         self._elements = dataset._placed(elements, self._observers, progress.batches)
-        # The first element from here on may be a partial one, which shows no batch size.
+        # The first element from here on may be partial, and does not show the batch size.
         self._is_first = progress.batches == 0
         dataset._epoch = epoch + 1
 
     def _take(self) -> tuple[PyTree, ...]:
-        """Returns the next element, or nothing at the end."""
+        """Returns a tuple of the next element, or an empty one at the end."""
         self._dataset._guard()
         if self._loop is not None and is_between_steps():
             self._loop.between_steps()
@@ -301,7 +308,7 @@ class DistributedIterator(Iterator[Any]):
 
 
 def watch(iterator: DistributedIterator, loop: Loop | None) -> None:
-    """Notifies a loop of every batch that is taken from now on; None notifies nobody."""
+    """Makes a loop the one that is notified of every batch taken from now on; None for no loop."""
     iterator._loop = loop
 
 
@@ -311,30 +318,29 @@ def observe(iterator: DistributedIterator, observer: Observer) -> None:
 
 
 def observed(iterator: DistributedIterator) -> Any:
-    """Returns what the observer returned for the newest batch; None without one."""
+    """Returns what the observer returned for the latest batch; None without one."""
     return next(iter(iterator._observed), None)
 
 
 def is_infinite(dataset: DistributedDataset) -> bool:
-    """Whether an epoch of a dataset has no end."""
     return dataset._feed.is_infinite
 
 
-def dealt_to(dataset: DistributedDataset) -> str:
-    """Returns on which replicas and processes it depends what a batch is; empty where it is a global one."""
+def batch_layout(dataset: DistributedDataset) -> str:
+    """Returns the replicas and processes on which the contents of a batch depend; empty if on neither."""
     if dataset._feed.divides and not dataset._feed.cuts_batches:
         return ""
     processes = {device.process_index for device in dataset._mesh.devices.flat}
     return f"{num_replicas(dataset._mesh)} replicas in {len(processes)} processes"
 
 
-def start_at(dataset: DistributedDataset, epoch: int) -> None:
-    """Makes the next pass over a dataset that of an epoch, whose order a resumed run goes on with."""
+def set_epoch(dataset: DistributedDataset, epoch: int) -> None:
+    """Sets the epoch of the next pass, from which its shuffling follows."""
     dataset._epoch = epoch
 
 
 class OptionalElement:
-    """What ``get_next_as_optional`` returns: an element, or none at the end of the data.
+    """What ``get_next_as_optional`` returns: an element, or nothing at the end of the data.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/experimental/Optional
     """
@@ -343,11 +349,11 @@ class OptionalElement:
         self._element = element
 
     def has_value(self) -> bool:
-        """Returns whether there is an element."""
+        """Returns True if there is an element."""
         return bool(self._element)
 
     def get_value(self) -> PyTree:
-        """Returns the element; an ArgumentError if there is not one."""
+        """Returns the element; raises an ArgumentError if there is none."""
         if not self._element:
             raise ArgumentError(
                 "get_value() was called on an optional element without a value: the dataset has ended. "

@@ -1,4 +1,4 @@
-"""One element of a distributed dataset: its shares on the host, and its arrays on the devices."""
+"""One element of a distributed dataset: its rows on the host, and its transfer to the devices."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class HostElement:
     counts: Sequence[int]
     """Real examples of each replica of this process."""
     progress: EpochProgress
-    """How far the epoch has come with this element."""
+    """Of the epoch, this element included."""
     all_counts: Sequence[int] | None = None
-    """Real examples of each replica of all processes, if there are others."""
+    """Real examples of each replica of all processes, if there are several."""
     digest: str | None = None
-    """Of the whole batch: in the first one of a pass that all processes read."""
+    """Of the whole batch, in the first element of a pass in which all processes read the same."""
 
     def placed(self, mesh: Mesh) -> PyTree:
         """Returns the same structure with a ``PerReplica`` of N × share rows for each leaf."""
         share = self.share
         rows = None if set(self.counts) == {share} else padded_rows(self.counts, share)
-        everyone = self.all_counts or self.counts
-        counts = None if set(everyone) == {share} else tuple(everyone)
+        all_counts = self.all_counts or self.counts
+        counts = None if set(all_counts) == {share} else tuple(all_counts)
         leaves, treedef = jax.tree.flatten(self.batch)
         # Inside scope() the mesh context would refuse any computation on one device.
         with outside_mesh(), np.errstate(over="ignore"):

@@ -1,4 +1,4 @@
-"""Feeds: the elements of a dataset on the host, from global or per-replica batches; their positions."""
+"""Elements of a dataset on the host, made of global or of per-replica batches, and their positions."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from distribute_jax.data._split import (
 from distribute_jax.data.sources import Source, find_source
 
 State: TypeAlias = Mapping[str, Any]
-"""The position of an iterator, as a small dict that JSON can hold."""
+"""The position of an iterator, as a small dict that JSON can encode."""
 
 
 class Feed(ABC):
     """The elements of a dataset on the host, before they go to the devices."""
 
     is_infinite: bool
-    """Whether an epoch has no end."""
+    """True if an epoch has no end."""
     divides: bool
-    """Whether an element is one global batch that the replicas divide."""
+    """True if an element is one global batch that the replicas divide."""
     cuts_batches = False
-    """Whether one batch makes several steps."""
-    in_any_thread = False
-    """Whether one thread may begin to read and another go on."""
+    """True if one batch makes several steps."""
+    can_change_thread = False
+    """True if one thread may start to read and another continue."""
 
     @abstractmethod
     def open(self, epoch: int) -> Iterator[HostElement]:
@@ -58,7 +58,7 @@ class Feed(ABC):
 
     @abstractmethod
     def preview(self) -> Iterator[HostElement]:
-        """Starts an epoch without using anything up."""
+        """Starts an epoch without consuming anything."""
 
     @property
     @abstractmethod
@@ -66,11 +66,11 @@ class Feed(ABC):
         """The number of elements of an epoch, or None if it is not known before the end."""
 
     def state(self, epoch: int, progress: EpochProgress) -> State:
-        """Returns the position in an epoch; an ArgumentError if it could not be resumed there."""
+        """Returns the position in an epoch; raises an ArgumentError if it cannot be resumed there."""
         raise _not_resumable("state")
 
     def resume(self, state: State) -> tuple[int, EpochProgress, Iterator[HostElement]]:
-        """Reads such a state: the epoch, its progress, and the elements that are left."""
+        """Returns the epoch of a state, its progress, and its remaining elements."""
         raise _not_resumable("restore")
 
 
@@ -83,14 +83,14 @@ class GlobalBatches(Feed):
     def __init__(
         self, source: Source, options: InputOptions, replicas: int, worker: Worker = ALONE
     ) -> None:
+        # is_common: every process reads the same batches and takes its part of each.
         self._source, self.is_common = shard(source, options, worker)
-        """Whether every process reads the same batches and takes its part of each."""
         self._worker = worker
         self._policy = PartialPolicy(options.partial)
         self._replicas = replicas
         self.is_infinite = self._source.is_infinite
         self.cuts_batches = not self.is_common and worker.count > 1
-        self.in_any_thread = worker.count == 1 and not self._source.runs_user_code
+        self.can_change_thread = worker.count == 1 and not self._source.runs_user_code
 
     def open(self, epoch: int) -> Iterator[HostElement]:
         return self._divided(self._source.open(epoch))
@@ -100,15 +100,15 @@ class GlobalBatches(Feed):
 
     @property
     def cardinality(self) -> int | None:
-        # Nobody knows beforehand which batches DROP will skip, nor in how many steps several processes
-        # take a partial batch by rule B.
+        # It is not known in advance which batches DROP will skip, nor how many steps several processes
+        # make of a partial batch by rule B.
         if self._policy is PartialPolicy.DROP or self.cuts_batches:
             return None
         return self._source.length
 
     @property
     def _identity(self) -> State:
-        """What a state and the dataset that resumes from it have in common."""
+        """What must be equal in a state and in the dataset that resumes from it."""
         source = self._source
         return {"source": source.text, "seed": source.seed, "batches": source.length}
 
@@ -166,7 +166,7 @@ class GlobalBatches(Feed):
     def _check_resumable(self, method: str) -> None:
         if self.cuts_batches:
             raise ArgumentError(
-                f"iterator.{method} counts batches, but where each of {self._worker.count} processes reads "
+                f"iterator.{method} counts batches, but if each of {self._worker.count} processes reads "
                 "other files or batches, one batch makes several steps. Let every process read everything "
                 'and take its part: dj.InputOptions(auto_shard_policy="data").'
             )
@@ -174,7 +174,7 @@ class GlobalBatches(Feed):
             raise ArgumentError(
                 f"iterator.{method} needs a source that can start at any batch, and "
                 f"{self._source.text} cannot. {self._source.how_to_resume}"
-                "Distribute dj.data.from_arrays(...) or a Grain dataset, or save at the end of an epoch only."
+                "Distribute dj.data.from_arrays(...) or a Grain dataset, or save only at the end of an epoch."
             )
 
 
@@ -183,7 +183,7 @@ _NUMBERS = ("epoch", "position", "first_batch", "largest_batch")
 
 
 def _read_state(state: State, identity: State) -> tuple[int, EpochProgress]:
-    """Reads a state of the same source; an ArgumentError if it is not one."""
+    """Returns the epoch and progress in a state; raises an ArgumentError if it is not one of this source."""
     if isinstance(state, Mapping) and state.get("version", _VERSION) != _VERSION:
         raise ArgumentError(
             f"iterator.restore got a state of version {state['version']!r:.20}; this release reads "
@@ -210,13 +210,13 @@ def _check_same(saved: State, identity: State) -> None:
         now = {name: identity[name] for name in differing}
         raise ArgumentError(
             f"iterator.restore got a state with {differing}, but this dataset has {now}, so the next batch "
-            "would be another one. Distribute the examples that it was saved from, in the same global "
-            "batches, shuffled with the same seed."
+            "would be a different one. Distribute the same examples, in the same global batches, shuffled "
+            "with the same seed."
         )
 
 
 def _rows(batch: PyTree, n: int, start: int, stop: int) -> PyTree:
-    """Returns some of the n rows of a batch; one, which stands for padding, in place of none."""
+    """Returns rows start to stop of a batch of n; one row, which becomes padding, if there are none."""
     if (start, stop) == (0, n):
         return batch
     rows = slice(start, stop) if stop > start else slice(n - 1, n)
@@ -232,7 +232,7 @@ def _digest(batch: PyTree) -> str:
     return digest.hexdigest()
 
 
-_CALLED = "strategy.distribute_datasets_from_function"
+_METHOD = "strategy.distribute_datasets_from_function"
 
 DatasetFn = Callable[[InputContext], Any]
 
@@ -240,17 +240,17 @@ DatasetFn = Callable[[InputContext], Any]
 def sources_of(
     dataset_fn: DatasetFn, options: InputOptions, replicas: int, worker: Worker = ALONE
 ) -> list[Source]:
-    """Calls the user's function, once or once for each replica, and returns the sources it made."""
+    """Calls the user's function once for this process or for each of its replicas; returns the sources."""
     if options.auto_shard_policy not in (None, AutoShardPolicy.OFF):
         raise ArgumentError(
-            f"{_CALLED} got auto_shard_policy={options.auto_shard_policy!r}, but it shards nothing. "
+            f"{_METHOD} got auto_shard_policy={options.auto_shard_policy!r}, but it shards nothing. "
             "Shard in the function, by context.num_input_pipelines and context.input_pipeline_id."
         )
     per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
     pipelines = replicas if per_replica else 1
     if not takes(dataset_fn, None):
         raise ArgumentTypeError(
-            f"{_CALLED} calls {dataset_fn!r:.60} with a dj.InputContext. Write def dataset_fn(context):."
+            f"{_METHOD} calls {dataset_fn!r:.60} with a dj.InputContext. Write def dataset_fn(context):."
         )
     sources = []
     for i in range(worker.index * pipelines, (worker.index + 1) * pipelines):
@@ -258,16 +258,16 @@ def sources_of(
         dataset = dataset_fn(context)
         if dataset is None:
             raise ArgumentError(
-                f"The function {dataset_fn!r:.60} given to {_CALLED} returned None. It must return the "
-                "batches of one replica after the other: a list, a generator or a dataset."
+                f"The function {dataset_fn!r:.60} given to {_METHOD} returned None. It must return the "
+                "per-replica batches in order: a list, a generator or a dataset."
             )
-        sources.append(find_source(dataset, _CALLED))
+        sources.append(find_source(dataset, _METHOD))
     return sources
 
 
 @final
 class PerReplicaFeed(Feed):
-    """Per-replica batches: of one source in turn, or of a source for each replica of this process."""
+    """Per-replica batches: the replicas take turns at one source, or each replica has its source."""
 
     divides = False
 
@@ -321,22 +321,22 @@ class PerReplicaFeed(Feed):
 
 
 _ENDED: Any = object()
-"""In place of the batch of a replica whose data has ended."""
+"""Stands for the batch of a replica whose data has ended."""
 
 
 def _copied(batch: Any) -> Any:
-    # An element is made of several batches, and loaders reuse their buffers.
+    # An element consists of several batches, and loaders reuse their buffers.
     return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, batch)
 
 
 def _joined(parts: Sequence[PyTree], where: str) -> PyTree:
-    """Joins the replicas' batches along dim 0; raises if other dims differ."""
+    """Concatenates the replicas' batches along dim 0; raises if other dims differ."""
 
     def join(path: KeyPath, *leaves: Any) -> np.ndarray[Any, Any]:
         if len({leaf.shape[1:] for leaf in leaves}) > 1:
             texts = " and ".join(dict.fromkeys(map(leaf_text, leaves)))
             raise ArgumentError(
-                f"{where} takes a batch for each replica, and these do not make one array: "
+                f"{where} has a batch for each replica, and these cannot be concatenated: "
                 f"{path_text(path, 'batch')} is {texts}. Only dim 0, the number of examples, may differ "
                 "between replicas: pad the other dims to one size."
             )
@@ -347,7 +347,7 @@ def _joined(parts: Sequence[PyTree], where: str) -> PyTree:
 
 def _not_resumable(method: str) -> ArgumentError:
     return ArgumentError(
-        f"iterator.{method} needs global batches, but this dataset deals out the batches that a "
-        "function made, and their meaning changes with the number of replicas. Use "
+        f"iterator.{method} needs global batches, but this dataset has per-replica batches made by a "
+        "function, whose meaning changes with the number of replicas. Use "
         "strategy.distribute_dataset(dj.data.from_arrays(...)), or keep the function's state yourself."
     )

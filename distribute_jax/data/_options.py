@@ -12,7 +12,7 @@ from distribute_jax._errors import ArgumentError
 
 
 class AutoShardPolicy(enum.IntEnum):
-    """Which part of the data each process reads, in a job of several.
+    """Which part of the data each process of a job reads.
 
     Each is also accepted by its name, for example ``auto_shard_policy="data"``.
 
@@ -22,13 +22,13 @@ class AutoShardPolicy(enum.IntEnum):
     OFF = -1
     """Every process reads everything, and cuts each batch by a fixed schedule."""
     AUTO = 0
-    """FILE where the source reads at least one file for each process, else DATA."""
+    """FILE if the source reads at least one file for each process, else DATA."""
     FILE = 1
     """Process w reads the files w, w + W, … of W processes."""
     DATA = 2
     """Every process reads everything, and takes its part of each batch."""
     HINT = 3
-    """TensorFlow's placeholder in the user's ``shard``; refused."""
+    """A placeholder in the user's ``shard`` that TensorFlow fills in; refused."""
 
 
 class InputReplicationMode(enum.Enum):
@@ -50,9 +50,9 @@ class PartialPolicy(enum.Enum):
     """
 
     MASK = "mask"
-    """Pad it to the shape of the full batches, and mask the padding: one more program in all."""
+    """Pad it to the shape of the full batches, and mask the padding: one more program in total."""
     SHRINK = "shrink"
-    """Make shares no longer than needed, padded only where they differ: one program per size."""
+    """Make shares only as long as needed, padded only where they differ: one program for each size."""
     DROP = "drop"
     """Skip it, so that every element has the same shape and no padding."""
     ERROR = "error"
@@ -86,7 +86,7 @@ class InputOptions:
     partial: PartialPolicy | str = PartialPolicy.MASK
     """What happens to a batch that does not fill every replica's share: a policy or its name."""
     auto_shard_policy: AutoShardPolicy | str | None = None
-    """Which part each process reads: a policy or its name; None for the source's own, else AUTO."""
+    """Which part each process reads: a policy or its name; None for that of the source, else AUTO."""
     experimental_fetch_to_device: bool | None = None
     """Whether batches are put on the devices ahead of the step; None means True."""
     experimental_replication_mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER
@@ -111,20 +111,20 @@ class InputOptions:
             or self.experimental_fetch_to_device
         ):
             raise ArgumentError(
-                "InputOptions(experimental_place_dataset_on_device=True) can not be set with "
+                "InputOptions(experimental_place_dataset_on_device=True) cannot be set with "
                 "InputReplicationMode.PER_WORKER, where several devices share a dataset, nor with "
                 "experimental_fetch_to_device=True, which is the default."
             )
 
     def _set(self, field: str, check: Callable[..., Any], *args: Any) -> None:
-        """Checks a field, and replaces the name of a member by the member."""
+        """Checks a field, and replaces a name by the member of that name."""
         value = check(f"InputOptions({field})", getattr(self, field), *args)
         object.__setattr__(self, field, value)
 
 
 @dataclass(frozen=True)
 class DatasetCreator:
-    """A function that makes a dataset, for ``fit`` and ``evaluate`` in place of a dataset.
+    """A function that creates a dataset, which ``fit`` and ``evaluate`` take in place of a dataset.
 
     They pass it to ``strategy.distribute_datasets_from_function``.
 
@@ -151,7 +151,7 @@ class DatasetCreator:
 
 @dataclass(frozen=True)
 class InputContext:
-    """The part of the input for which a function makes its dataset.
+    """The part of the input for which a function creates its dataset.
 
     Raises:
         ArgumentError: a number is not an int, a count is below 1, or the id is not below the count.
@@ -166,11 +166,11 @@ class InputContext:
     """
 
     num_input_pipelines: int = 1
-    """How many datasets are made: one for each process, or each replica."""
+    """How many datasets are created: one for each process, or for each replica."""
     input_pipeline_id: int = 0
     """Which of them this is, from 0."""
     num_replicas_in_sync: int = 1
-    """The number of all replicas."""
+    """The number of replicas of all processes."""
 
     def __post_init__(self) -> None:
         pipelines = check_int("InputContext(num_input_pipelines)", self.num_input_pipelines)
@@ -178,7 +178,7 @@ class InputContext:
         check_int("InputContext(num_replicas_in_sync)", self.num_replicas_in_sync)
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Returns the batch size with which all replicas together take a global batch.
+        """Returns the batch size of one replica, with which all replicas together process a global batch.
 
         Args:
             global_batch_size: the number of examples of one step.
@@ -187,7 +187,7 @@ class InputContext:
             The number of examples of one replica.
 
         Raises:
-            ArgumentError: the replicas do not divide it.
+            ArgumentError: it is not divisible by the number of replicas.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/InputContext#get_per_replica_batch_size
         """

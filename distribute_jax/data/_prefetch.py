@@ -1,4 +1,4 @@
-"""Prefetching: a bounded background thread, its context variables, and a warning about stalls."""
+"""Prefetching in a background thread, and a warning if the loop waits for its input."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ import jax
 from distribute_jax import _context, _frames
 from distribute_jax._interrupts import interrupts_held_back
 
-_AT_EXIT = 2.0
-"""Seconds that the exit of Python waits for a source that is just being read."""
+_EXIT_TIMEOUT = 2.0
+"""Seconds that Python waits at exit for a source that is being read."""
 
-_IN_THREAD = (
+_RAISED_IN_THREAD = (
     "This was raised while a batch was read ahead, in a background thread. To read in the thread of the "
     "loop, pass InputOptions(experimental_per_replica_buffer_size=0)."
 )
 
-_QUICK = 0.0003
-"""Seconds that an element may take in the thread of the loop: to pass it between threads takes as long."""
+_HANDOVER_SECONDS = 0.0003
+"""How long it takes to pass an element between threads: in that time the loop may read one itself."""
 
-_LATE = 0.002
-"""Seconds beyond ``_QUICK``, of all elements together, after which the background thread starts."""
+_MAX_DELAY = 0.002
+"""Seconds beyond ``_HANDOVER_SECONDS``, of all elements together, after which the thread starts."""
 
 _log = logging.getLogger("distribute_jax")
 
@@ -39,13 +39,13 @@ _log = logging.getLogger("distribute_jax")
 class Prefetcher(Iterator[Any]):
     """Yields the elements of a generator, which runs in a background thread.
 
-    At most ``depth`` elements are made and not yet taken, the one being made included. An exception of
-    the generator is raised by ``next`` in its place. The thread ends, and closes the generator, at the
-    end of the elements, after an exception, when the prefetcher is collected, and when Python exits. It
-    runs in the context of the ``next`` that starts it. How long each ``next`` waits is counted in ``stalls``.
+    At most ``depth`` elements are in progress or ready. ``next`` raises an exception of the generator at its
+    position. The thread ends, and closes the generator, at the end of the elements, after an exception,
+    when the prefetcher is garbage collected, and when Python exits. It runs in the context of the first
+    ``next``. ``stalls`` counts how long each ``next`` waits.
 
-    With ``in_any_thread`` the generator may begin in one thread and go on in another. It then stays in the
-    thread of the loop as long as its elements are made more quickly than threads pass them on.
+    With ``can_change_thread`` the generator may start in one thread and continue in another. It then stays
+    in the thread of the loop while that is faster than passing elements between threads.
     """
 
     def __init__(
@@ -54,21 +54,23 @@ class Prefetcher(Iterator[Any]):
         depth: int,
         stalls: InputStallMonitor,
         *,
-        in_any_thread: bool = False,
+        can_change_thread: bool = False,
     ) -> None:
         self._stalls = stalls
         self._buffer = _Buffer(depth)
         self._elements: Any = elements
-        self._late = 0.0 if in_any_thread else math.inf
-        # The thread refers to the buffer and not to this object, which can so be collected.
+        """The generator; None once the thread has it."""
+        self._delay = 0.0 if can_change_thread else math.inf
+        # The thread refers to the buffer and not to this object, which can therefore be collected.
         weakref.finalize(self, self._buffer.stop).atexit = False
 
     def __next__(self) -> Any:
         start = time.perf_counter()
-        if self._elements is not None and self._late <= _LATE:
+        if self._elements is not None and self._delay <= _MAX_DELAY:
             element = next(self._elements)
-            self._late = max(0.0, self._late + time.perf_counter() - start - _QUICK)
-            if self._late > _LATE:
+            elapsed = time.perf_counter() - start
+            self._delay = max(0.0, self._delay + elapsed - _HANDOVER_SECONDS)
+            if self._delay > _MAX_DELAY:
                 self._start()
             return element
         if self._elements is not None:
@@ -86,7 +88,7 @@ class Prefetcher(Iterator[Any]):
             name="distribute_jax prefetch",
             daemon=True,
         )
-        # An interrupt breaks Python's wait for the start; without a thread, the next call would hang.
+        # A KeyboardInterrupt can break Python's wait for the start: the next call would then hang.
         with interrupts_held_back():
             thread.start()
             _running[thread] = self._buffer
@@ -94,41 +96,41 @@ class Prefetcher(Iterator[Any]):
 
 
 class _Buffer:
-    """What the thread has made and the loop has not taken, and whether it has ended."""
+    """The bounded buffer between the thread and the loop."""
 
-    # Both ends are queues whose put may be called wherever garbage is collected.
+    # SimpleQueue, because the finalizer calls stop, and of queues only its put is reentrant.
     def __init__(self, depth: int) -> None:
-        self._made: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
-        self._room: SimpleQueue[None] = SimpleQueue()
+        self._ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._free_slots: SimpleQueue[None] = SimpleQueue()
         self._ended = False
         for _ in range(depth):
-            self._room.put(None)
+            self._free_slots.put(None)
 
-    def wait_for_room(self) -> bool:
-        """Blocks the thread until one more may be made; False if no more are wanted."""
-        self._room.get()
+    def wait_for_slot(self) -> bool:
+        """Blocks the thread until there is a free slot; returns False if the thread should end."""
+        self._free_slots.get()
         return not self._ended
 
     def put(self, element: Any, error: BaseException | None = None) -> None:
-        self._made.put((element, error))
+        self._ready.put((element, error))
 
     def stop(self) -> None:
-        """Makes the thread end: no more elements are wanted."""
+        """Makes the thread end."""
         self._ended = True
-        self._room.put(None)
-        self._made.put((None, StopIteration()))
+        self._free_slots.put(None)
+        self._ready.put((None, StopIteration()))
 
     def take(self) -> Any:
         """Blocks the loop until there is an element, an error or the end."""
         if self._ended:
             raise StopIteration
-        element, error = self._made.get()
-        self._room.put(None)
+        element, error = self._ready.get()
+        self._free_slots.put(None)
         if error is None:
             return element
         self._ended = True
         if not isinstance(error, StopIteration):
-            error.add_note(_IN_THREAD)
+            error.add_note(_RAISED_IN_THREAD)
         raise error
 
 
@@ -137,7 +139,7 @@ _running: weakref.WeakKeyDictionary[threading.Thread, _Buffer] = weakref.WeakKey
 
 @contextmanager
 def _settings(top: _frames.Frame | None, x64: bool, device: Any) -> Iterator[None]:
-    """Makes JAX's settings and the strategy of another thread current in this one."""
+    """Applies the JAX settings and the strategy of the loop in this thread."""
     scope = nullcontext() if top is None else top.strategy.scope()
     with jax.enable_x64(x64), jax.default_device(device), scope, _context.prefetching():
         yield
@@ -151,33 +153,33 @@ def _read_ahead(
     end: BaseException = StopIteration()
     try:
         with settings, closing(elements), suppress(StopIteration):
-            while buffer.wait_for_room():
+            while buffer.wait_for_slot():
                 buffer.put(next(elements))
-    except BaseException as error:  # whatever it is, the loop must hear of it
+    except BaseException as error:  # every error must reach the loop
         end = error
     buffer.put(None, end)
 
 
 @atexit.register
-def _end_all() -> None:
-    """Ends the threads before Python and JAX take down what they use."""
+def _end_threads() -> None:
+    """Ends the threads before Python and JAX destroy what they use."""
     for buffer in list(_running.values()):
         buffer.stop()
     for thread in list(_running):
-        thread.join(timeout=_AT_EXIT)
+        thread.join(timeout=_EXIT_TIMEOUT)
 
 
-_ELEMENTS, _SECONDS = 20, 5.0
-"""What is judged: this many elements, or more of them until this much time has passed."""
+_MIN_ELEMENTS, _MIN_SECONDS = 20, 5.0
+"""The shortest period that is judged; both must be reached."""
 
-_SHARE = 0.2
+_MAX_WAITING_SHARE = 0.2
 """The part of the time that a loop may wait for its batches without a warning."""
 
 
 class InputStallMonitor:
     """Warns once when a loop waits for its input for much of the time.
 
-    The first element of each stretch is left out: it comes with starting the source and compiling.
+    The first element of each period does not count: its time includes starting the source and compiling.
     """
 
     def __init__(self) -> None:
@@ -185,12 +187,12 @@ class InputStallMonitor:
         self.restart()
 
     def restart(self) -> None:
-        """Begins a new stretch, as each loop over a dataset does."""
+        """Starts a new period, as each loop over a dataset does."""
         self._start: float | None = None
         self._elements, self._waiting = 0, 0.0
 
     def waited(self, seconds: float) -> None:
-        """Counts one element that the loop waited for."""
+        """Counts one element for which the loop waited."""
         now = time.perf_counter()
         if self._warned:
             return
@@ -200,9 +202,9 @@ class InputStallMonitor:
         self._elements += 1
         self._waiting += seconds
         passed = now - self._start
-        if self._elements < _ELEMENTS or passed < _SECONDS:
+        if self._elements < _MIN_ELEMENTS or passed < _MIN_SECONDS:
             return
-        if self._waiting > _SHARE * passed:
+        if self._waiting > _MAX_WAITING_SHARE * passed:
             self._warn(passed)
         self.restart()
 

@@ -1,9 +1,9 @@
-"""Sharding: which examples of a batch each replica gets, and which part of a source a process reads.
+"""Sharding: which rows of a batch each replica gets, and which part of a source each process reads.
 
-TensorFlow divides a batch by two rules, and so does this library: by rule A, by the examples that this batch
-has, where every worker reads the same batches (AUTO, DATA); by rule B, by a schedule made for full batches,
-where every worker cuts its batches alone (OFF, FILE). ``workers`` are the processes that have an input
-pipeline, ``replicas`` the replicas of each worker; their product is the number of all replicas.
+TensorFlow divides batches by two rules, and so does this library. Rule A divides the examples that a batch
+really has, if all workers read the same batches (AUTO, DATA). Rule B applies a schedule for full batches,
+if each worker divides its batches independently (OFF, FILE). ``workers`` are the processes that have an
+input pipeline, ``replicas`` the replicas of each worker; their product is the number of all replicas.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ ALONE = Worker()
 
 
 def shares(n: int, replicas: int) -> tuple[int, ...]:
-    """Divides n examples by rule A: runs of ceil(n / replicas), of which the last are shorter or empty."""
+    """Divides n examples by rule A: shares of ceil(n / replicas), of which the last are shorter or empty."""
     share = share_of(n, replicas)
     return tuple(min(max(n - i * share, 0), share) for i in range(replicas))
 
 
 def share_of(n: int, replicas: int) -> int:
-    """Returns the largest share of n examples, ceil(n / replicas)."""
+    """Returns ceil(n / replicas), the largest share."""
     return -(-n // replicas)
 
 
 def schedule(full: int, workers: int, worker: int, replicas: int) -> tuple[int, ...]:
-    """Returns the sizes into which one worker cuts its full batches by rule B.
+    """Returns the sizes into which one worker divides its full batches by rule B.
 
-    They differ by one at most and add up to ``full``. Worker w starts w·R places further on, so that
-    in every step the sizes of all workers together add up to ``full`` too.
+    They differ by at most one and add up to ``full``. The sizes of worker w are rotated by w * replicas,
+    so that in every step those of all workers together add up to ``full`` too.
     """
     total = workers * replicas
     floor, larger = divmod(full, total)
@@ -57,11 +57,11 @@ def schedule(full: int, workers: int, worker: int, replicas: int) -> tuple[int, 
 def steps_of(
     n: int, full: int, worker: Worker, replicas: int, *, is_common: bool
 ) -> list[list[range]]:
-    """Returns the rows of a batch of n that one worker takes: for each of its steps, those of each replica.
+    """Returns the rows of a batch of n for each step of one worker and each of its replicas.
 
-    By rule A this is one step. By rule B a batch that has fewer than ``full`` fills the scheduled sizes in
-    order, until it has no rows left. A full one has as many steps as there are workers, also where some
-    replicas have no rows.
+    By rule A there is one step. By rule B a batch of fewer than ``full`` rows fills the scheduled sizes in
+    order until it has no rows left. A full one makes as many steps as there are workers, even if some
+    replicas get no rows.
     """
     if is_common:
         return [_runs(shares(n, worker.count * replicas))[worker.index * replicas :][:replicas]]
@@ -71,34 +71,34 @@ def steps_of(
 
 
 def _runs(sizes: Sequence[int], n: int | None = None) -> list[range]:
-    """Returns consecutive runs of these sizes, of which the last ones end at row n."""
+    """Returns consecutive ranges of these sizes, cut off at row n."""
     ends = [min(end, n) if n is not None else end for end in accumulate(sizes)]
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @dataclass(frozen=True)
 class EpochProgress:
-    """How far an epoch has come, and what it takes for a full batch: all that resuming needs."""
+    """The position in an epoch, and the batch sizes so far, which determine the size of a full batch."""
 
     batches: int = 0
-    """Batches taken from the source, those that were skipped included."""
+    """Batches taken from the source, including skipped ones."""
     first: int = 0
     """Examples of the first batch that had any; 0 before it."""
     largest: int = 0
     """Examples of the largest batch."""
 
     def with_batch(self, n: int) -> EpochProgress:
-        """Returns the progress after one more batch, of n examples."""
+        """Returns the progress after one more batch of n examples."""
         return EpochProgress(self.batches + 1, self.first or n, max(self.largest, n))
 
 
 def share_by_policy(
     policy: PartialPolicy, counts: Sequence[int], what: str, *, first: int, largest: int
 ) -> int | None:
-    """Returns the rows of each replica with padding, or None if the policy skips the element.
+    """Returns the rows of each replica, padding included, or None if the policy skips the element.
 
-    ``counts`` are the examples of each replica, ``first`` those of the first element (0 if this is the
-    first one), ``largest`` the largest share so far.
+    ``counts`` are the examples of each replica, ``first`` those of the first element (0 for the first
+    itself), and ``largest`` is the largest share so far.
     """
     examples = sum(counts)
     if not examples and policy is not PartialPolicy.ERROR:
@@ -113,8 +113,8 @@ def share_by_policy(
         return None
     compared = f", and the first one has {first}" if first not in (0, examples) else ""
     raise ArgumentError(
-        f"{what} for {len(counts)} replicas{compared}. With partial={policy.value!r} every replica must get "
-        f"as many examples as any other, and every batch must be as large as the first one"
+        f"{what} for {len(counts)} replicas{compared}. With partial={policy.value!r} all replicas must get "
+        f"the same number of examples, and every batch must be as large as the first one"
         f"{'' if first else ', or no batch would be left'}.\nChoose a batch size that divides evenly and "
         "leave out the remainder, or pass InputOptions(partial='mask'), which pads such batches and masks "
         "the padding."
@@ -124,7 +124,7 @@ def share_by_policy(
 def choose_policy(
     requested: AutoShardPolicy | None, source: Source, workers: int
 ) -> AutoShardPolicy:
-    """Returns the policy that applies: the user's option, else the source's, else AUTO's choice."""
+    """Returns the policy that applies: the user's option, else that of the source, else AUTO's choice."""
     policy = requested
     if policy is None:
         policy = AutoShardPolicy[source.auto_shard_policy or "AUTO"]
@@ -152,7 +152,7 @@ def choose_policy(
 
 
 def shard(source: Source, options: InputOptions, worker: Worker) -> tuple[Source, bool]:
-    """Returns what one worker reads, and whether all read the same batches, which rule A then divides."""
+    """Returns the source that one worker reads, and whether all workers read the same batches (rule A)."""
     policy = choose_policy(cast("Any", options.auto_shard_policy), source, worker.count)
     if policy is AutoShardPolicy.FILE and worker.count > 1:
         source = source.shard_files(worker.count, worker.index)

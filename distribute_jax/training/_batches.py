@@ -15,7 +15,7 @@ from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, leaf_text
 from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.data import DistributedDataset
-from distribute_jax.data._dataset import dealt_to, observe, observed
+from distribute_jax.data._dataset import batch_layout, observe, observed
 from distribute_jax.strategies import get_replica_context
 from distribute_jax.training._objective import LabelCheck
 
@@ -60,7 +60,7 @@ class Batches(Iterator[tuple[Any, ...]]):
     def __init__(self, dataset: DistributedDataset, keys: Keys | None = None) -> None:
         self.dataset = dataset
         self.iterator = iter(dataset)
-        self._dealt_to = dealt_to(dataset)
+        self._dealt_to = batch_layout(dataset)
         self.keys = keys or Keys()
         self.names: list[str] = []
         """The names in dict batches, if no keys were passed."""

@@ -12,7 +12,7 @@ from distribute_jax._checks import brief, check_int, refuse
 from distribute_jax._errors import ArgumentError
 from distribute_jax._user_frames import log_once
 from distribute_jax.data import DistributedDataset
-from distribute_jax.data._dataset import is_infinite, start_at
+from distribute_jax.data._dataset import is_infinite, set_epoch
 from distribute_jax.training._batches import Batches, Keys
 from distribute_jax.training._inputs import arrays_of, dataset_of
 from distribute_jax.training._progress import progress
@@ -141,7 +141,7 @@ class Fit:
             if self._done and not count:  # the pass has ended, and the epoch has not
                 passes, count = passes - 1, size
             data_pass = self.initial_epoch + passes
-        start_at(self.data, data_pass)
+        set_epoch(self.data, data_pass)
         if count:
             self._batches = Batches(self.data, self.keys)
             self._batches.resume(count, params.get("position") or "")

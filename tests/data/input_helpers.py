@@ -1,4 +1,4 @@
-"""Ranges cut into batches, as the reference's cases write them, and how elements are read."""
+"""Ranges divided into batches, and helpers that read elements."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +18,7 @@ def mesh_of(replicas: int) -> jax.sharding.Mesh:
 
 
 def batches(n: int, size: int, *, drop_remainder: bool = False) -> list[np.ndarray]:
-    """R(n).batch(size) of the reference."""
+    """The numbers 0 to n - 1 in batches."""
     rows = np.arange(n, dtype=np.int32)
     cut = [rows[i : i + size] for i in range(0, n, size)]
     return [batch for batch in cut if len(batch) == size or not drop_remainder]
@@ -32,7 +32,7 @@ def distribute(
     guard: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> DistributedDataset:
-    """What strategy.distribute_dataset does, without a strategy."""
+    """Like strategy.distribute_dataset, without a strategy."""
     chosen = InputOptions(partial=partial, **options)
     batches_source = source if isinstance(source, Source) else find_source(source)
     feed = GlobalBatches(batches_source, chosen, replicas)

@@ -1,4 +1,4 @@
-"""Several processes agree on an epoch: each is a thread here, with its feed."""
+"""Processes, each a thread here, agree on the steps of an epoch."""
 
 import re
 import threading
@@ -47,7 +47,7 @@ Feeds = Callable[[Worker], Feed]
 
 @dataclass
 class Result:
-    """What one process took, and what ended it."""
+    """The elements of one process, and its error."""
 
     elements: list[HostElement] = field(default_factory=list)
     error: Exception | None = None
@@ -94,14 +94,14 @@ def checked(results: Sequence[Result]) -> list[list[HostElement]]:
 def refusals(
     feeds: Feeds, workers: int, policy: str = "mask", *, common: bool = False
 ) -> list[str]:
-    """The message with which each process ends."""
+    """The error message of each process."""
     results, _ = drive(feeds, workers, policy, common=common)
     assert all(isinstance(result.error, ArgumentError) for result in results)
     return [str(result.error) for result in results]
 
 
 def feeds_of(source: Any, replicas: int, **options: Any) -> Feeds:
-    """A dataset as every process makes it."""
+    """The dataset as each process creates it."""
 
     def feed(worker: Worker) -> Feed:
         made = source(worker) if callable(source) else source
@@ -140,8 +140,8 @@ OFF = [
         *(("off", False, case) for case in OFF),
     ],
 )
-def test_processes_take_what_the_reference_says(policy: str, common: bool, case: Any):
-    """Of one dataset each worker sees the values of TensorFlow; one round where the length is known."""
+def test_processes_read_the_examples_that_tensorflow_assigns(policy: str, common: bool, case: Any):
+    """Each worker sees the examples that it sees in TensorFlow; one round suffices if the length is known."""
     n, size, replicas, expected = case
     feeds = feeds_of(batches(n, size), replicas, auto_shard_policy=policy)
     results, rounds = drive(feeds, 2, common=common)
@@ -158,7 +158,7 @@ def files_of(*lengths: int, size: int = 4) -> Any:
 
 
 def test_files_of_different_length_end_together():
-    """Acceptance 99: worker 0 has files 0 and 2, worker 1 only file 1, and pads where it is out."""
+    """Acceptance 99: worker 0 has files 0 and 2, worker 1 only file 1, after which it pads."""
     results = agreed(feeds_of(files_of(4, 4, 4), 1, auto_shard_policy="file"), 2)
     assert values(results[0]) == [[[0, 1]], [[2, 3]], [[200, 201]], [[202, 203]]]
     assert values(results[1]) == [[[100, 101]], [[102, 103]], [[]], [[]]]
@@ -169,8 +169,8 @@ def test_files_of_different_length_end_together():
     ("policy", "steps"),
     [("mask", 4), ("shrink", 4), ("drop", 2), ("error", "process 1 has ended before")],
 )
-def test_the_policy_says_what_a_process_out_of_data_does(policy: str, steps: Any):
-    """Padding under mask and shrink; drop gives no padding, and error refuses it, on all."""
+def test_the_policy_decides_what_a_process_does_after_its_data(policy: str, steps: Any):
+    """mask and shrink pad; drop ends the epoch; error raises on all processes."""
     feeds = feeds_of(files_of(4, 4, 4), 1, auto_shard_policy="file", partial=policy)
     if policy == "error":
         assert all(steps in text for text in refusals(feeds, 2, policy))
@@ -181,8 +181,8 @@ def test_the_policy_says_what_a_process_out_of_data_does(policy: str, steps: Any
         assert all(set(element.all_counts) == {element.share} for element in results[0])
 
 
-def test_all_keep_one_shape_though_one_has_only_a_partial_batch():
-    """Under mask the longest share holds for all, and to the end."""
+def test_all_processes_keep_one_shape_if_one_has_only_a_partial_batch():
+    """Under mask all processes use the longest share, up to the end."""
     results = agreed(feeds_of(files_of(8, 2, size=8), 2, auto_shard_policy="file"), 2)
     assert values(results[0]) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
     # It takes its only batch for a full one, whose schedule gives worker 1 the larger sizes last.
@@ -190,8 +190,8 @@ def test_all_keep_one_shape_though_one_has_only_a_partial_batch():
     assert {element.share for element in results[1]} == {2}
 
 
-def test_the_shape_stays_when_the_process_with_the_largest_batches_is_out():
-    """Its end compiles nothing again; under shrink shares are never longer than needed."""
+def test_the_shape_stays_after_the_end_of_the_process_with_the_largest_batches():
+    """Its end causes no recompilation; under shrink shares are never longer than needed."""
     sources = [[np.arange(8)], [np.arange(4)] * 3]
 
     def shares(policy: str) -> list[int]:
@@ -219,7 +219,7 @@ def test_batches_of_a_function_end_together():
 
 
 def test_the_contexts_of_several_processes():
-    """One pipeline for each process, or one for each replica, numbered through."""
+    """One pipeline for each process or for each replica, numbered over all processes."""
     seen: list[InputContext] = []
     for mode in ("per_worker", "per_replica"):
         options = InputOptions(experimental_replication_mode=mode)
@@ -227,16 +227,16 @@ def test_the_contexts_of_several_processes():
     assert seen == [InputContext(3, 1, 6), InputContext(6, 2, 6), InputContext(6, 3, 6)]
 
 
-def test_processes_do_not_talk_at_every_step():
-    """Fast steps are agreed on by several at a time."""
+def test_processes_do_not_communicate_at_every_step():
+    """Processes agree on several fast steps at a time."""
     results, rounds = drive(feeds_of(lambda _: iter(batches(200, 2)), 1), 2)
     assert len(checked(results)[0]) == 100
     assert rounds.count < 30
 
 
 @pytest.mark.parametrize("after", [0, 1, 20])
-def test_an_error_of_one_process_is_raised_by_all_at_its_place(after: int):
-    """Every process takes the steps before it, then one raises its own error and the others name it."""
+def test_an_error_of_one_process_is_raised_by_all_at_the_same_step(after: int):
+    """All take the steps before it; then that process raises its error, and the others name the process."""
 
     def source(worker: Worker) -> Callable[[], Iterator[np.ndarray]]:
         def read() -> Iterator[np.ndarray]:
@@ -260,18 +260,20 @@ def test_an_error_of_one_process_is_raised_by_all_at_its_place(after: int):
         ([[np.ones((2, 3))], [np.ones((2, 4))]], r"process 0: .*\[3\].*\n.*process 1: .*\[4\]"),
         ([[np.ones(2)], [np.ones(2, np.int32)]], r"process 0: .*float32.*\n.*process 1: .*int32"),
         ([[{"a": np.ones(2)}], [{"b": np.ones(2)}]], r"process 0: .*'a'.*\n.*process 1: .*'b'"),
-        ([[np.ones(2)], []], "Process 1 has no batch at all"),
+        ([[np.ones(2)], []], "Process 1 has no batches"),
     ],
 )
 @pytest.mark.parametrize("policy", ["mask", "drop"])
-def test_what_no_common_step_can_take_is_refused_by_all(sources: Any, message: str, policy: str):
+def test_batches_that_do_not_fit_one_step_are_refused_by_all(
+    sources: Any, message: str, policy: str
+):
     """Every process raises the same error, so that none waits for the others."""
     feeds = feeds_of(lambda worker: sources[worker.index], 1, partial=policy)
     for text in refusals(feeds, 2, policy):
         assert re.search(message, text)
 
 
-def test_batches_of_different_size_are_no_full_batches_of_one_step():
+def test_batches_of_different_sizes_need_masks():
     """With masks they are padded to one size; without, they are refused by all."""
 
     def feeds(policy: str) -> Feeds:
@@ -284,8 +286,8 @@ def test_batches_of_different_size_are_no_full_batches_of_one_step():
 
 
 @pytest.mark.parametrize("lengths", [(2, 3), (2, None)])
-def test_other_data_than_the_others_is_refused(lengths: Any):
-    """Where all should read the same batches, their known lengths must be the same."""
+def test_different_lengths_are_refused_if_all_should_read_the_same(lengths: Any):
+    """If all should read the same batches, their known lengths must be equal."""
 
     def source(worker: Worker) -> Any:
         length = lengths[worker.index]
@@ -296,8 +298,8 @@ def test_other_data_than_the_others_is_refused(lengths: Any):
 
 
 @pytest.mark.parametrize(("length", "given"), [(1, "had more"), (3, "had 2")])
-def test_a_length_that_is_wrong_is_refused(length: int, given: str):
-    """The others count on it."""
+def test_a_wrong_length_is_refused(length: int, given: str):
+    """The other processes rely on it."""
 
     class Liar(list):
         def __len__(self) -> int:
@@ -307,8 +309,8 @@ def test_a_length_that_is_wrong_is_refused(length: int, given: str):
     assert all(given in text for text in texts)
 
 
-def test_a_process_that_cuts_its_batches_has_no_state():
-    """One batch makes several steps, so that a count of batches does not say where it stands."""
+def test_a_process_that_divides_its_batches_alone_has_no_state():
+    """One batch makes several steps, so a count of batches is not a position."""
     source = data.from_arrays(np.arange(8)).batch(4)
     feed = GlobalBatches(
         find_source(source), InputOptions(auto_shard_policy="off"), 1, Worker(2, 0)

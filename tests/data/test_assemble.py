@@ -1,4 +1,4 @@
-"""From one host batch to the devices: what is refused, what is converted, where it lands."""
+"""From one host batch to the devices: what is refused, what is converted, and where it is placed."""
 
 from typing import Any
 
@@ -41,8 +41,8 @@ def test_a_batch_becomes_a_committed_array_split_over_the_replicas(replicas: int
         np.testing.assert_array_equal(shard.data[:, 0], 3.0 * np.arange(i * share, (i + 1) * share))
 
 
-def test_each_shard_is_read_from_the_host_by_itself():
-    """No step of the transfer reads more than one replica's share, so none passes through one."""
+def test_each_shard_is_read_from_the_host_separately():
+    """No read exceeds the share of one replica, so the batch is never transferred as a whole."""
     read = []
 
     class Recorder(np.ndarray):
@@ -58,7 +58,7 @@ def test_each_shard_is_read_from_the_host_by_itself():
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_loader_may_reuse_its_buffer(replicas: int):
-    """What the source writes into its array afterwards does not reach elements already given."""
+    """Later writes of the source to its array do not change earlier elements."""
     memory = np.zeros(512 * 64 + 16, np.float32)
     start = -memory.ctypes.data % 64 // 4  # JAX shares host memory that begins on a cache line
     buffer = memory[start : start + 512 * 64].reshape(512, 64)
@@ -92,8 +92,8 @@ def test_a_small_batch_for_one_device_is_sent_in_one_call(monkeypatch: pytest.Mo
         np.testing.assert_array_equal(leaf.global_array, checked[key].global_array)
 
 
-def test_a_jax_array_in_its_place_is_not_touched():
-    """An array with the strategy's own sharding passes as the same object."""
+def test_a_jax_array_that_is_already_placed_is_not_copied():
+    """An array with the sharding of the strategy passes as the same object."""
     array = jax.device_put(jnp.arange(4), split_sharding(mesh_of(2)))
     assert first({"x": array})["x"].global_array is array
 
@@ -101,7 +101,7 @@ def test_a_jax_array_in_its_place_is_not_touched():
 @pytest.mark.parametrize("rows", [8, 7])
 @pytest.mark.parametrize("in_scope", [False, True])
 def test_jax_arrays_elsewhere_are_placed(rows: Any, in_scope: bool):
-    """Uncommitted, one-device and replicated arrays are split, full and padded, in scope too."""
+    """Uncommitted, one-device and replicated arrays are split, full and padded, also in scope."""
     mesh = mesh_of(4)
     array = jnp.arange(rows)
     replicated = jax.sharding.NamedSharding(mesh, jax.P())
@@ -137,13 +137,13 @@ def test_random_keys_are_batches_too():
     ],
 )
 def test_64_bits_become_32_and_the_rest_stays(given: Any, expected: Any):
-    """Dtypes change only where JAX would change them, byte order included."""
+    """Dtypes change only as JAX changes them, including the byte order."""
     element = first(np.array([0, 1, 1]).astype(given))
     assert element.dtype == jnp.dtype(expected)
     assert values(element) == [[0, 1], [1]]
 
 
-def test_64_bits_stay_where_x64_is_on():
+def test_64_bits_stay_if_x64_is_on():
     """With jax_enable_x64 large integers and doubles pass unchanged."""
     with jax.enable_x64(True):
         element = first((np.array([2**40, -1]), np.array([1e300, 0.1])))
@@ -153,7 +153,7 @@ def test_64_bits_stay_where_x64_is_on():
 
 
 def test_doubles_out_of_range_become_infinite_as_in_jax():
-    """A double too large for float32 becomes inf without a warning, as jnp.asarray does it."""
+    """A double too large for float32 becomes inf without a warning, as with jnp.asarray."""
     assert values(first(np.array([1e300, 1.0]))) == [[float("inf")], [1.0]]
 
 
@@ -169,7 +169,7 @@ def test_integers_that_do_not_fit_are_named():
 
 
 def test_leaves_of_other_lengths_are_all_listed():
-    """Leaves whose dims 0 differ are shown with their shapes, and the rule is said."""
+    """Leaves with different dim 0 are listed with their shapes, and the rule."""
     text = message({"x": np.ones((4, 2), np.float32), "y": np.ones(3, np.float32)})
     assert "Batch 0 of the dataset cannot be divided" in text
     assert "batch['x']: float32[4,2]" in text
@@ -182,8 +182,8 @@ def test_leaves_of_other_lengths_are_all_listed():
     [np.float32(1), np.array(1), jnp.asarray(1), 3, 2.5, True],
     ids=lambda b: type(b).__name__,
 )
-def test_an_unbatched_source_is_told_to_batch(batch: Any):
-    """A leaf without dim 0, a Python number too, gives the advice to batch, with code."""
+def test_the_error_for_single_examples_says_how_to_batch(batch: Any):
+    """A leaf without dim 0, such as a Python number, leads to advice with code."""
     text = message(batch)
     assert text.startswith("Batch 0 of the dataset cannot be divided")
     assert "Batch the source first" in text
@@ -201,7 +201,7 @@ def test_an_unbatched_source_is_told_to_batch(batch: Any):
     ],
     ids=["strings", "bytes", "objects", "dates", "records", "a string"],
 )
-def test_leaves_that_no_device_holds_are_named(leaf: Any, shown: str):
+def test_leaves_that_devices_cannot_hold_are_named(leaf: Any, shown: str):
     """Strings, objects, dates and records are refused, and the good leaf is not listed."""
     text = message({"good": np.ones(2, np.float32), "bad": leaf})
     assert f"batch['bad']: {shown}" in text or ("batch['bad']" in text and shown in text)
@@ -209,15 +209,15 @@ def test_leaves_that_no_device_holds_are_named(leaf: Any, shown: str):
     assert "Encode strings" in text
 
 
-def test_objects_that_are_no_arrays_are_named():
-    """An unregistered class is one leaf, and the message says how to make it a container."""
+def test_objects_that_are_not_arrays_are_named():
+    """An unregistered class is a leaf; the message says how to make it a container."""
     text = message({"bad": slice(3)})
     assert "batch['bad']: slice" in text
     assert "register_dataclass" in text
 
 
 def test_keys_that_cannot_be_sorted_are_refused():
-    """JAX takes dicts apart in the order of their keys, so these have one type."""
+    """JAX flattens dicts in the order of their keys, which must be comparable."""
     assert "Give the keys of every dict one type" in message({1: np.ones(2), "a": np.ones(2)})
 
 
@@ -237,8 +237,8 @@ def test_a_distributed_batch_is_not_distributed_again():
     assert "distributed already" in message({"x": on_host})
 
 
-def test_arrays_that_a_step_has_taken_are_named():
-    """To read one fails inside JAX, and crashes the process on some versions."""
+def test_donated_arrays_are_named():
+    """Reading one fails inside JAX, and crashes some versions."""
     gone = jnp.ones(4)
     gone.delete()
     text = message({"x": gone, "y": np.ones(4)})
@@ -250,4 +250,4 @@ def test_arrays_that_a_step_has_taken_are_named():
 @pytest.mark.parametrize("batch", [(), {}, None, [None]])
 def test_a_batch_without_arrays_is_refused(batch: Any):
     """An empty structure has no examples to divide."""
-    assert "holds no array" in message(batch)
+    assert "contains no array" in message(batch)

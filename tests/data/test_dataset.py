@@ -48,7 +48,7 @@ FULL = [[0, 1], [2, 3], [4, 5], [6, 7]]
     ],
 )
 @pytest.mark.parametrize("partial", ["mask", "shrink"])
-def test_examples_are_spread_as_tensorflow_spreads_them(
+def test_examples_are_divided_as_in_tensorflow(
     replicas: int, source: Any, expected: Any, policies: list[str], partial: str
 ):
     """Acceptance 83-90: each replica's real examples are those of tf.distribute, by each policy."""
@@ -78,8 +78,8 @@ def test_element_spec_is_one_padded_share(replicas: int, size: int, share: int):
     assert element[0].part_shape == x.shape
 
 
-def test_element_spec_uses_nothing_up():
-    """Reading the spec twice leaves a one-shot source whole, whatever it begins with."""
+def test_element_spec_consumes_nothing():
+    """Reading the spec twice consumes nothing of a one-shot source, even if it starts with an empty batch."""
     empty = np.zeros(0, np.int32)
     dataset = distribute(iter([empty, *batches(5, 4)]), 2)
     assert dataset.element_spec.shape == (2,)
@@ -96,14 +96,14 @@ def test_element_spec_can_be_read_again_after_a_bad_first_batch():
             _ = dataset.element_spec
 
 
-def test_element_spec_of_nothing_is_an_error():
-    """Without a batch there is nothing to read the spec from, and the message says so."""
+def test_element_spec_of_an_empty_dataset_is_an_error():
+    """There is no batch to read it from."""
     with pytest.raises(ArgumentError, match="no batch with examples"):
         _ = distribute([np.zeros((0, 2))], 2).element_spec
 
 
 def test_cardinality_is_the_number_of_elements():
-    """Acceptance 105: 3 for five examples in batches of two; None where nobody knows."""
+    """Acceptance 105: 3 for five examples in batches of two; None if unknown."""
     assert distribute(batches(5, 2), 2).cardinality == 3
     assert distribute(lambda: iter(batches(5, 2)), 2).cardinality is None
     assert distribute(iter(batches(5, 2)), 2).cardinality is None
@@ -120,7 +120,7 @@ def test_reduce_folds_over_the_elements():
     assert distribute([], 2).reduce("start", add) == "start"
 
 
-def test_there_is_no_map_and_a_length_where_the_source_has_one():
+def test_there_is_no_map_and_a_length_if_the_source_has_one():
     """No map, as in TensorFlow; len, for Keras programs. A dataset is true also without elements."""
     dataset = distribute(batches(5, 2), 2)
     assert not hasattr(dataset, "map")
@@ -133,7 +133,7 @@ def test_there_is_no_map_and_a_length_where_the_source_has_one():
 
 
 def test_every_way_to_advance_an_iterator():
-    """next, get_next and get_next_as_optional share one position and each tells the end."""
+    """next, get_next and get_next_as_optional share one position, and each shows the end."""
     iterator = iter(distribute(batches(6, 2), 2))
     assert iter(iterator) is iterator
     assert values(next(iterator)) == [[0], [1]]
@@ -186,7 +186,7 @@ def test_a_one_shot_source_runs_once(make: Callable[[list], Any]):
 
 
 @pytest.mark.parametrize("make", [lambda b: (x for x in b), lambda b: map(np.asarray, b)])
-def test_a_function_that_returns_the_same_iterator_is_found_out(make: Callable[[list], Any]):
+def test_a_function_that_returns_the_same_iterator_twice_is_refused(make: Callable[[list], Any]):
     """A function around one iterator would give an empty second epoch: an error instead."""
     once = make(batches(5, 4))
     dataset = distribute(lambda: once, 2)
@@ -198,14 +198,14 @@ def test_a_function_that_returns_the_same_iterator_is_found_out(make: Callable[[
 @pytest.mark.parametrize(
     "source", [5, None, {"x": np.ones(4)}, object()], ids=["int", "None", "dict", "object"]
 )
-def test_what_cannot_be_iterated_is_refused_at_once(source: Any):
-    """The constructor names what it got and shows how to batch."""
+def test_sources_that_cannot_be_iterated_are_refused_at_once(source: Any):
+    """The error names the source and shows how to batch."""
     with pytest.raises(ArgumentError, match="not an iterable of global batches"):
         distribute(source, 2)
 
 
 def test_an_exception_of_the_source_passes_unchanged():
-    """The user's own exception object surfaces after the good batches; the next epoch is whole."""
+    """The user's exception is raised after the good batches; the next epoch is complete."""
     error = OSError("disk")
     fail = [True]
 
@@ -226,7 +226,7 @@ def test_an_exception_of_the_source_passes_unchanged():
 
 
 def test_a_bad_batch_in_the_middle_is_numbered_and_the_next_epoch_works():
-    """The message says which batch is bad; batches before it came, and so does a new epoch."""
+    """The message names the batch; earlier batches and the next epoch are unaffected."""
     source = [np.ones(2, np.float32), "oops", np.ones(2, np.float32)]
     dataset = distribute(source, 2)
     iterator = iter(dataset)
@@ -259,18 +259,18 @@ def test_a_changed_structure_shows_both():
     ],
 )
 def test_a_leaf_keeps_its_dtype_and_number_of_dims(later: np.ndarray, line: str):
-    """Another dtype, or labels without their last dim, would silently be computed with otherwise."""
+    """Another dtype, or labels without their last dim, would silently change the computation."""
     dataset = distribute([{"x": np.ones((2, 3)), "y": later[:, ...]}, {"x": later, "y": later}], 2)
     with pytest.raises(
-        ArgumentError, match=f"Batch 1 of the dataset is of another kind.*\n.*{line}"
+        ArgumentError, match=f"Batch 1 of the dataset differs from the first batch.*\n.*{line}"
     ) as error:
         list(dataset)
     assert "['y']" not in str(error.value)
 
 
 def test_sizes_may_differ_from_batch_to_batch():
-    """Sentences padded batch by batch have other lengths; 64-bit leaves and JAX's are equal; and a batch
-    without examples says nothing."""
+    """Sentences padded batch by batch differ in length; 64-bit leaves equal those of JAX; and an empty
+    batch may have any dtype."""
     shapes = [np.ones((2, 3)), jnp.ones((2, 5)), np.ones((2, 4), np.float32), np.ones(0, np.int8)]
     assert [e.part_shape for e in distribute(shapes, 2)] == [(1, 3), (1, 5), (1, 4)]
 
@@ -292,7 +292,7 @@ def test_leaving_the_loop_closes_a_generator():
     assert closed == [True]
 
 
-def test_an_element_keeps_no_batch_alive():
+def test_an_element_does_not_keep_its_batch_alive():
     """The host batch is freed once its element exists."""
     batch = np.ones((4, 2), np.float32)
     alive = weakref.ref(batch)
@@ -313,7 +313,7 @@ def shapes(dataset: Any) -> list[tuple[int, tuple[int, ...] | None]]:
 
 
 def test_mask_gives_every_element_one_shape():
-    """Full batches have no counts; every partial one has their shape, whatever it lacks."""
+    """Full batches have no counts; partial ones have the same shape."""
     source = [np.ones(n, np.float32) for n in (8, 8, 7, 1, 4)]
     assert shapes(distribute(source, 4)) == [
         (8, None),
@@ -324,14 +324,14 @@ def test_mask_gives_every_element_one_shape():
     ]
 
 
-def test_mask_takes_a_larger_batch_as_the_new_measure():
-    """A batch larger than the first is not cut: its share is larger, and stays the measure."""
+def test_mask_grows_with_a_larger_batch():
+    """A batch larger than the first is not cut: later batches are padded to its share."""
     source = [np.ones(n, np.float32) for n in (4, 8, 4)]
     assert shapes(distribute(source, 2)) == [(4, None), (8, None), (8, (2, 2))]
 
 
-def test_mask_measures_each_epoch_by_itself():
-    """The measure is the first batch of the epoch, not of an earlier one."""
+def test_mask_starts_again_in_each_epoch():
+    """The size of a full batch is not kept from an earlier epoch."""
     sizes = [8]
     dataset = distribute(lambda: [np.ones(sizes[0], np.float32)], 2)
     assert shapes(dataset) == [(8, None)]
@@ -364,8 +364,8 @@ def test_a_batch_smaller_than_the_replicas_warns_once():
     assert "at least 4" in str(caught[0].message)
 
 
-def test_the_guard_is_asked_at_every_step():
-    """Where the strategy's guard raises, neither a start nor a next gets through."""
+def test_the_guard_is_called_at_every_step():
+    """If the strategy's guard raises, an iterator can neither start nor advance."""
     allowed = [True]
 
     def guard():
@@ -389,14 +389,14 @@ def test_the_guard_is_asked_at_every_step():
 
 
 @pytest.mark.parametrize("one", [np.ones((8, 3)), jnp.ones((8, 3)), np.arange(4)])
-def test_one_array_is_no_dataset(one: Any):
+def test_one_array_is_refused(one: Any):
     """Its rows would become batches."""
     with pytest.raises(ArgumentError, match=r"one array.*single examples.*\[x\]"):
         distribute(one, 2)
     assert len(list(distribute([one], 2))) == 1
 
 
-def test_a_tuple_of_equally_long_arrays_is_no_dataset():
+def test_a_tuple_of_equally_long_arrays_is_refused():
     """``(x, y)`` would be two batches, x and then y; a list of arrays is a list of batches."""
     x, y = np.ones((16, 8)), jnp.ones((16, 1))
     with pytest.raises(ArgumentError, match=r"a tuple of 2 arrays with 16 rows each.*from_arrays"):

@@ -1,4 +1,4 @@
-"""The end of an epoch as processes agree on it, with others that have more data than this one."""
+"""The end of an epoch if another process has more data than this one."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -37,8 +37,8 @@ def feed(kind: str) -> Feed:
 
 
 @pytest.mark.parametrize("kind", ["global", "from a function"])
-def test_a_process_whose_data_has_ended_goes_on_with_padding(kind: str):
-    """Its shares are empty, in the shapes of the epoch, so the compiled step runs on."""
+def test_a_process_whose_data_has_ended_continues_with_padding(kind: str):
+    """Its shares are empty, in the shapes of the epoch, so nothing is compiled again."""
     ends = TwoMore()
     dataset = DistributedDataset(feed(kind), mesh=mesh_of(2), ends=ends.steps)
     elements = list(dataset)
@@ -63,7 +63,7 @@ def test_padding_alone_adds_nothing_to_a_step(s2: dj.MirroredStrategy):
 
 
 def test_the_position_does_not_count_padding():
-    """What the others still had is not this process's: its next epoch starts after its own data."""
+    """Steps after the end of this process's data do not count for its position."""
     ends = TwoMore()
     source = find_source(dj.data.from_arrays(np.arange(7)).batch(4))
     fed = GlobalBatches(source, InputOptions(), 2)

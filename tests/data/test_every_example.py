@@ -1,4 +1,4 @@
-"""Whatever the sizes: every example exactly once, in order, and bad input never passes."""
+"""For any sizes, every example appears exactly once and in order; bad input is refused."""
 
 import warnings
 from typing import Any
@@ -21,7 +21,7 @@ fast = settings(max_examples=60, deadline=None)
 
 
 def examples(sizes: list[int]) -> list[dict[str, np.ndarray]]:
-    """Batches of the given sizes whose examples are numbered through, and their squares."""
+    """Batches of these sizes, whose examples are numbered consecutively, and their squares."""
     ends = np.cumsum(sizes)
     rows = [np.arange(end - n, end, dtype=np.int32) for n, end in zip(sizes, ends, strict=True)]
     return [{"x": row, "y": np.stack([row, row**2], axis=1).astype(np.float32)} for row in rows]
@@ -49,7 +49,7 @@ def column(elements: list[dict], name: str) -> np.ndarray:
 def test_an_epoch_has_each_example_once_and_in_order(
     n: int, size: int, replicas: int, partial: str, policy: str
 ):
-    """mask and shrink lose, repeat and reorder nothing by either rule; x and y stay together."""
+    """mask and shrink neither lose, repeat nor reorder examples by either rule; x and y stay aligned."""
     sizes = [min(size, n - i) for i in range(0, n, size)]
     epoch = elements(examples(sizes), replicas, partial, policy)
     assert column(epoch, "x").tolist() == list(range(n))
@@ -58,7 +58,7 @@ def test_an_epoch_has_each_example_once_and_in_order(
 
 @fast
 @given(sizes=st.lists(SIZES, max_size=9), replicas=REPLICAS, partial=PARTIAL)
-def test_dealt_out_batches_keep_each_example_once_and_in_order(
+def test_per_replica_batches_keep_each_example_once_and_in_order(
     sizes: list[int], replicas: int, partial: str
 ):
     """distribute_datasets_from_function: one dataset, whose batches the replicas take in turn."""
@@ -95,8 +95,8 @@ def test_padding_is_made_of_real_examples_of_the_same_batch(sizes: list[int], re
 
 @fast
 @given(sizes=st.lists(SIZES, min_size=1, max_size=6), replicas=REPLICAS)
-def test_drop_and_error_agree_on_what_is_whole(sizes: list[int], replicas: int):
-    """drop keeps the whole batches, unpadded and in order; error raises if there is another."""
+def test_drop_and_error_agree_on_full_batches(sizes: list[int], replicas: int):
+    """drop keeps the full batches, unpadded and in order; error raises if there is another one."""
     numbered = examples(sizes)
     first = next((n for n in sizes if n), 0)
     whole = [n > 0 and n >= first and n % replicas == 0 for n in sizes]

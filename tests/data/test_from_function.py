@@ -11,13 +11,13 @@ from input_helpers import all_values, batches, values
 
 import distribute_jax as dj
 from distribute_jax._errors import ArgumentError
-from distribute_jax.data._dataset import start_at
+from distribute_jax.data._dataset import set_epoch
 
 PER_REPLICA = dj.InputOptions(experimental_replication_mode="per_replica")
 
 
 def test_replicas_take_the_batches_of_one_dataset_in_turn(s2: dj.MirroredStrategy):
-    """Acceptance 101: one call, with one pipeline of two replicas; no batch is cut."""
+    """Acceptance 101: one call, with one pipeline for two replicas; no batch is divided."""
     seen = []
 
     def dataset_fn(context: dj.InputContext) -> list[np.ndarray]:
@@ -29,12 +29,12 @@ def test_replicas_take_the_batches_of_one_dataset_in_turn(s2: dj.MirroredStrateg
     assert seen == [dj.InputContext(1, 0, 2)]
 
 
-def test_a_resumed_run_goes_on_in_the_order_of_its_epoch(s2: dj.MirroredStrategy):
-    """A shuffled dataset of the function begins with the epoch that training is in."""
+def test_a_resumed_run_continues_with_the_order_of_its_epoch(s2: dj.MirroredStrategy):
+    """A shuffled dataset of the function starts at the epoch that training has reached."""
     rows = dj.data.from_arrays(np.arange(8)).shuffle(seed=0).batch(4)
     whole, resumed = (s2.distribute_datasets_from_function(lambda context: rows) for _ in range(2))
     epochs = [all_values(whole) for _ in range(3)]
-    start_at(resumed, 2)
+    set_epoch(resumed, 2)
     assert all_values(resumed) == epochs[2] != epochs[0]
 
 
@@ -67,10 +67,10 @@ def test_one_device_and_global_batches_have_no_per_replica_mode(s2: dj.MirroredS
 
 
 @pytest.mark.parametrize(("replica", "short"), [(0, 1), (1, 0)])
-def test_an_epoch_lasts_until_every_replica_is_out(
+def test_an_epoch_lasts_until_every_replica_is_out_of_data(
     s2: dj.MirroredStrategy, replica: int, short: int
 ):
-    """A replica whose data has ended gets empty shares; its padding is another's real row."""
+    """A replica whose data has ended gets empty shares, padded with a real row of another replica."""
 
     def dataset_fn(context: dj.InputContext) -> list[Any]:
         steps = 3 if context.input_pipeline_id == replica else 1
@@ -86,7 +86,7 @@ def test_an_epoch_lasts_until_every_replica_is_out(
 
 
 def test_padding_repeats_the_last_real_row_before_it(s4: dj.MirroredStrategy):
-    """As in global batches: a short share repeats its own last row, an empty one its neighbour's."""
+    """As in global batches: a short share repeats its last row, an empty one that of its neighbour."""
     (element,) = s4.distribute_datasets_from_function(lambda context: batches(5, 3))
     assert np.asarray(element.global_array).tolist() == [0, 1, 2, 3, 4, 4, 4, 4, 4, 4, 4, 4]
     (element,) = s4.distribute_datasets_from_function(lambda context: batches(3, 3))
@@ -101,8 +101,8 @@ def test_a_step_masks_the_padding_of_uneven_batches(s2: dj.MirroredStrategy):
     assert float(loss) == pytest.approx(15 / 5)
 
 
-def test_leaves_of_every_kind_are_put_in_place(s2: dj.MirroredStrategy):
-    """Host and device arrays, nests and 64-bit numbers, inside scope() too; each part on its device."""
+def test_leaves_of_every_kind_are_placed(s2: dj.MirroredStrategy):
+    """Host and device arrays, nests and 64-bit numbers, also inside scope(); each part on its device."""
     part = {"a": np.arange(3.0), "b": (jnp.arange(3), None)}
     short = {"a": np.arange(1.0), "b": (jnp.arange(1), None)}
     with s2.scope():
@@ -116,7 +116,7 @@ def test_leaves_of_every_kind_are_put_in_place(s2: dj.MirroredStrategy):
 
 
 def test_a_loader_may_reuse_its_buffer(s2: dj.MirroredStrategy):
-    """Several batches make an element, and each keeps the values that it had when it was given."""
+    """Several batches make an element, and each keeps the values that it had when it was yielded."""
     buffer = np.zeros(1024, np.float32)
 
     def dataset_fn(context: dj.InputContext) -> Iterator[np.ndarray]:
@@ -143,14 +143,14 @@ def counts(dataset: Any) -> list[tuple[int, tuple[int, ...] | None]]:
     ],
 )
 def test_partial_policies(s2: dj.MirroredStrategy, partial: str, expected: list):
-    """mask keeps one shape, shrink the longest batch's, drop only what is as full as the first."""
+    """mask keeps one shape, shrink that of the longest batch, drop only elements as full as the first."""
     source = [np.ones(n, np.float32) for n in (3, 3, 2, 3, 1, 1, 3, 3, 3)]
     options = dj.InputOptions(partial=partial)
     dataset = s2.distribute_datasets_from_function(lambda context: source, options)
     assert counts(dataset) == expected
 
 
-def test_batches_of_nothing_are_skipped_or_refused(s2: dj.MirroredStrategy):
+def test_elements_without_examples_are_skipped_or_refused(s2: dj.MirroredStrategy):
     """An element without any example is skipped, except under partial="error"."""
     source = [np.ones(n, np.float32) for n in (0, 0, 2, 2)]
     assert counts(s2.distribute_datasets_from_function(lambda context: source)) == [(4, None)]
@@ -160,7 +160,9 @@ def test_batches_of_nothing_are_skipped_or_refused(s2: dj.MirroredStrategy):
 
 
 @pytest.mark.parametrize("partial", ["drop", "error"])
-def test_a_first_element_that_is_partial_leaves_nothing(s2: dj.MirroredStrategy, partial: str):
+def test_a_partial_first_element_is_refused_if_the_others_must_match_it(
+    s2: dj.MirroredStrategy, partial: str
+):
     """drop and error both refuse it, with the figures of each replica and the remedy."""
     options = dj.InputOptions(partial=partial)
     dataset = s2.distribute_datasets_from_function(lambda context: batches(3, 2), options)
@@ -170,7 +172,7 @@ def test_a_first_element_that_is_partial_leaves_nothing(s2: dj.MirroredStrategy,
 
 
 def test_spec_and_cardinality(s2: dj.MirroredStrategy):
-    """The spec is one replica's batch; seven batches are four elements; a generator has no length."""
+    """The spec describes one replica's batch; seven batches make four elements; a generator has no length."""
     dataset = s2.distribute_datasets_from_function(lambda context: batches(14, 2))
     assert dataset.element_spec == jax.ShapeDtypeStruct((2,), jnp.int32)
     assert dataset.cardinality == len(list(dataset)) == 4
@@ -192,8 +194,8 @@ def test_spec_and_cardinality(s2: dj.MirroredStrategy):
         (lambda context: [np.ones(2), None], "for replica 1,"),
     ],
 )
-def test_what_cannot_be_dealt_out_is_named(s2: dj.MirroredStrategy, dataset_fn: Any, message: str):
-    """Each is an ArgumentError that says which batch and which rule."""
+def test_bad_per_replica_batches_are_named(s2: dj.MirroredStrategy, dataset_fn: Any, message: str):
+    """Each ArgumentError names the batch and the rule."""
     with pytest.raises(ArgumentError, match=message):
         list(s2.distribute_datasets_from_function(dataset_fn))
 
@@ -208,8 +210,8 @@ def test_a_policy_that_would_shard_is_refused(s2: dj.MirroredStrategy):
     assert s2.distribute_datasets_from_function(lambda context: batches(4, 2), off).cardinality == 1
 
 
-def test_there_is_no_state_to_save(s2: dj.MirroredStrategy):
-    """A position in per-replica batches means nothing on other replicas, so state() says what to use."""
+def test_per_replica_batches_have_no_state(s2: dj.MirroredStrategy):
+    """A position in per-replica batches means nothing on other replicas; state() says what to use."""
     iterator = iter(s2.distribute_datasets_from_function(lambda context: batches(4, 2)))
     with pytest.raises(ArgumentError, match=r"iterator\.state.*distribute_dataset\("):
         iterator.state()

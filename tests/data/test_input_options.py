@@ -13,8 +13,8 @@ from distribute_jax.data import AutoShardPolicy, InputContext, InputOptions, Inp
 PER_REPLICA = InputReplicationMode.PER_REPLICA
 
 
-def test_the_defaults_are_tensorflows_but_for_the_buffer():
-    """Batches are fetched ahead, one dataset a process; two global batches may be in flight."""
+def test_the_defaults_are_those_of_tensorflow_except_the_buffer():
+    """Batches are prefetched, one dataset for each process; two global batches may be in flight."""
     options = InputOptions()
     assert dataclasses.asdict(options) == {
         "partial": dj.PartialPolicy.MASK,
@@ -27,14 +27,14 @@ def test_the_defaults_are_tensorflows_but_for_the_buffer():
 
 
 @pytest.mark.parametrize("spelling", ["data", "DATA", AutoShardPolicy.DATA])
-def test_a_policy_is_given_by_name_or_as_a_member(spelling: Any):
-    """Names count in any letter case, and are turned into members."""
+def test_a_policy_is_passed_by_name_or_as_a_member(spelling: Any):
+    """Names in any letter case are converted to members."""
     assert InputOptions(auto_shard_policy=spelling).auto_shard_policy is AutoShardPolicy.DATA
     options = InputOptions(experimental_replication_mode="per_replica")
     assert options.experimental_replication_mode is PER_REPLICA
 
 
-def test_the_members_of_a_policy_have_tensorflows_numbers():
+def test_the_members_of_a_policy_have_the_values_of_tensorflow():
     """Saved settings and comparisons by number keep their meaning."""
     numbers = {"OFF": -1, "AUTO": 0, "FILE": 1, "DATA": 2, "HINT": 3}
     assert {policy.name: policy.value for policy in AutoShardPolicy} == numbers
@@ -54,8 +54,8 @@ def test_the_members_of_a_policy_have_tensorflows_numbers():
         ({"experimental_per_replica_buffer_size": 1.5}, "must be an integer"),
     ],
 )
-def test_a_value_that_is_none_of_those_allowed_is_refused(fields: dict[str, Any], message: str):
-    """The message shows the value as it was passed, and what it may be."""
+def test_values_that_are_not_allowed_are_refused(fields: dict[str, Any], message: str):
+    """The message shows the value and what is allowed."""
     with pytest.raises(ArgumentError, match=message) as error:
         InputOptions(**fields)
     ((name, value),) = fields.items()
@@ -65,7 +65,7 @@ def test_a_value_that_is_none_of_those_allowed_is_refused(fields: dict[str, Any]
 
 @pytest.mark.parametrize("spelling", ["hint", AutoShardPolicy.HINT])
 def test_hint_is_refused_by_name(spelling: Any):
-    """There is no graph whose placeholder could be filled; the message says how to shard instead."""
+    """There is no graph with a placeholder; the message says how to shard instead."""
     with pytest.raises(ArgumentError, match=r"HINT.*context\.num_input_pipelines"):
         InputOptions(auto_shard_policy=spelling)
 
@@ -99,7 +99,7 @@ def test_a_context_divides_the_global_batch_among_all_replicas():
 
 
 @pytest.mark.parametrize("numbers", [(0, 0, 1), (1, 0, 0), (1, -1, 1), (2, 2, 2), (1, 0, 2.0)])
-def test_a_context_that_cannot_be_is_refused(numbers: tuple[Any, ...]):
+def test_an_invalid_context_is_refused(numbers: tuple[Any, ...]):
     """Counts are at least 1, and the id is below the number of pipelines."""
     with pytest.raises(ArgumentError, match="InputContext"):
         InputContext(*numbers)

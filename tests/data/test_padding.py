@@ -38,7 +38,7 @@ def test_padding_repeats_real_rows(counts: tuple[int, ...], share: int, rows: An
 
 @pytest.mark.parametrize("in_scope", [False, True])
 def test_uneven_parts_become_one_padded_batch(in_scope: bool):
-    """Parts of other lengths, empty ones too, come back exactly through .values."""
+    """Parts of different lengths, also empty ones, are returned exactly by .values."""
     mesh = mesh_of(4)
     parts = [
         jax.device_put(np.arange(n, dtype=np.float32) + 10 * n, mesh.devices[i])
@@ -54,8 +54,8 @@ def test_uneven_parts_become_one_padded_batch(in_scope: bool):
     assert set(np.asarray(joined.global_array).tolist()) == {20, 21, 30, 31, 32}
 
 
-def test_parts_on_their_devices_are_taken_as_they_are():
-    """Equal parts, each on its replica's device, are joined without padding or counts."""
+def test_parts_on_their_devices_are_not_copied():
+    """Parts of equal length, each on the device of its replica, are joined without padding or counts."""
     mesh = mesh_of(2)
     parts = [jax.device_put(jnp.ones((2, 3)) * i, mesh.devices[i]) for i in range(2)]
     joined = uneven_to_joined(parts, mesh)
@@ -121,8 +121,8 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_other_paddings_change_padding_and_no_real_row(name: str):
-    """Real rows keep their bits, every padded row changes in one of the two, and no wild value appears."""
+def test_other_paddings_change_only_padding(name: str):
+    """Real rows keep their bits, each padded row changes in one of the two, and all values are plausible."""
     rows = ROWS[name]
     counts = (2, 1, 0, 0) if len(rows) == 3 else (1, 0, 0, 0)
     batch = padded_batch(rows, counts)
@@ -144,7 +144,7 @@ def test_other_paddings_change_padding_and_no_real_row(name: str):
     assert not differs[real].any()
 
 
-def test_other_paddings_take_whole_examples():
+def test_other_paddings_use_complete_examples():
     """Image and label of a padded row come from the same real example: the first, then the last."""
     images = np.array([[10.0], [20], [30], [40], [50]], np.float32)
     labels = np.array([1, 2, 3, 4, 5], np.int32)
@@ -156,7 +156,7 @@ def test_other_paddings_take_whole_examples():
         assert set(label[padding].tolist()) == {wanted}
 
 
-def test_rows_that_were_returned_are_a_batch_again():
+def test_returned_rows_become_a_batch_again():
     """Stacked shares become one array divided over the replicas, with the same real rows."""
     batch = padded_batch(np.arange(5.0, dtype=np.float32), (2, 2, 1, 0))
     stacked = PerReplica(batch.global_array.reshape(4, -1), batch.mesh, counts=batch.counts)
@@ -178,8 +178,8 @@ def test_other_padding_is_the_same_every_time_and_compiles_once():
     assert _replacer(mesh)._cache_size() == 1
 
 
-def test_leaves_of_other_shares_are_changed_too():
-    """Two batches of one call may be padded to other lengths; a full leaf between them stays."""
+def test_leaves_of_different_shares_are_changed_together():
+    """Two batches of one call may be padded to different lengths; a full leaf between them stays."""
     short = padded_batch(np.array([1, 2, 3]), (2, 1))
     long = uneven_to_joined([jnp.arange(1), jnp.arange(4)], mesh_of(2))
     full = PerReplica(jnp.ones(4), mesh_of(2), layout=Layout.JOINED)

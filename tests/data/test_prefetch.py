@@ -1,4 +1,4 @@
-"""The background thread stays within its bound, passes on what happens, and always ends."""
+"""The prefetch thread is bounded, passes on errors, and always ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from distribute_jax.data import _prefetch
 from distribute_jax.data._prefetch import InputStallMonitor, Prefetcher
 
 LONG = 30.0
-"""Seconds after which something hangs."""
+"""Seconds after which something is considered to hang."""
 
 
 def prefetched(elements: Generator[Any, None, None], depth: int = 2) -> Prefetcher:
@@ -30,7 +30,7 @@ def prefetched(elements: Generator[Any, None, None], depth: int = 2) -> Prefetch
 
 
 def threads() -> list[threading.Thread]:
-    """The prefetch threads that live."""
+    """The running prefetch threads."""
     return [t for t in threading.enumerate() if t.name == "distribute_jax prefetch"]
 
 
@@ -43,7 +43,7 @@ def all_ended() -> bool:
 
 
 class Counted:
-    """Endless elements, with a count of those made and a note of being closed."""
+    """Endless elements, with counts, and whether the generator was closed."""
 
     def __init__(self) -> None:
         self.made, self.taken, self.most_ahead, self.closed = 0, 0, 0, False
@@ -67,7 +67,7 @@ def test_elements_come_in_order_and_end() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_no_more_than_the_bound_is_made_ahead_of_the_loop(depth: int) -> None:
+def test_no_more_than_depth_elements_are_read_ahead(depth: int) -> None:
     source = Counted()
     prefetcher = prefetched(source(), depth)
     assert source.made == 0  # nothing is read before the first element is asked for
@@ -83,7 +83,7 @@ def test_no_more_than_the_bound_is_made_ahead_of_the_loop(depth: int) -> None:
     assert source.made <= 20 + depth
 
 
-def test_an_exception_comes_in_its_place_with_its_traceback() -> None:
+def test_an_exception_is_raised_at_its_position_with_its_traceback() -> None:
     def broken() -> Iterator[int]:
         yield 1
         raise ZeroDivisionError("in the source")
@@ -113,11 +113,11 @@ def test_a_prefetcher_in_a_cycle_is_collected_with_its_thread() -> None:
 def test_quick_elements_stay_in_the_thread_of_the_loop(
     late: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A generator that may change its thread does so after the element that made them late, or never."""
-    monkeypatch.setattr(_prefetch, "_QUICK", 0.0)
-    monkeypatch.setattr(_prefetch, "_LATE", late)
+    """A generator that may change its thread does so after the element that exceeds the delay."""
+    monkeypatch.setattr(_prefetch, "_HANDOVER_SECONDS", 0.0)
+    monkeypatch.setattr(_prefetch, "_MAX_DELAY", late)
     source = (threading.current_thread().name for _ in range(20))
-    names = list(Prefetcher(source, 2, InputStallMonitor(), in_any_thread=True))
+    names = list(Prefetcher(source, 2, InputStallMonitor(), can_change_thread=True))
     mine, other = threading.current_thread().name, "distribute_jax prefetch"
     assert names == ([mine] * 20 if late else [mine] + [other] * 19)
     assert all_ended()
@@ -140,7 +140,7 @@ print(next(prefetcher), flush=True)
 
 @contextmanager
 def started(rest: str, end: str) -> Iterator[subprocess.Popen[str]]:
-    """Starts a Python that reads ahead, and gives it once its first element is there."""
+    """Starts a Python process that reads ahead, and yields it once it has its first element."""
     code = textwrap.dedent(PROGRAM).format(rest=rest, end=end)
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -172,10 +172,10 @@ def test_ctrl_c_reaches_a_loop_that_waits_for_its_source() -> None:
         assert "KeyboardInterrupt" in errors
 
 
-def test_an_interrupt_before_the_thread_runs_leaves_a_loop_that_goes_on(
+def test_a_loop_continues_after_an_interrupt_before_the_thread_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After Ctrl-C the next call starts the thread; it would wait for ever for one that was not started."""
+    """After Ctrl-C the next call starts the thread, and does not wait for one that was never started."""
 
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""A dataset reads ahead of its loop, within its bound, as if it read in the loop itself."""
+"""A dataset reads ahead of its loop, bounded, and as if it read in the loop itself."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import distribute_jax as dj
 from distribute_jax.data import _prefetch
 
 
-def test_batches_are_ready_before_they_are_asked_for(s2: dj.MirroredStrategy) -> None:
-    """Of endless batches, the one in the loop and two more are made, and not a fourth."""
+def test_batches_are_ready_before_they_are_requested(s2: dj.MirroredStrategy) -> None:
+    """Besides the batch in the loop two more are read, and no fourth."""
     made: list[int] = []
 
     def source():
@@ -39,10 +39,10 @@ def test_batches_are_ready_before_they_are_asked_for(s2: dj.MirroredStrategy) ->
         dj.InputOptions(experimental_fetch_to_device=False),
     ],
 )
-def test_without_a_buffer_each_batch_is_made_when_it_is_asked_for(
+def test_without_a_buffer_each_batch_is_read_when_it_is_requested(
     s2: dj.MirroredStrategy, options: dj.InputOptions
 ) -> None:
-    """And in the thread of the loop, so that a source may use the strategy itself."""
+    """In the thread of the loop, so that a source may use the strategy."""
     made: list[Any] = []
 
     def source():
@@ -55,8 +55,10 @@ def test_without_a_buffer_each_batch_is_made_when_it_is_asked_for(
         np.testing.assert_array_equal(s2.gather(batch, axis=0), [count, count])
 
 
-def test_a_source_that_runs_steps_ahead_of_the_loop_is_refused(s2: dj.MirroredStrategy) -> None:
-    """Two programs at once could wait for each other without end."""
+def test_a_source_that_runs_steps_in_the_prefetch_thread_is_refused(
+    s2: dj.MirroredStrategy,
+) -> None:
+    """Two programs at once could deadlock."""
 
     def source():
         yield np.full(2, float(s2.run(lambda: 1.0)))
@@ -66,7 +68,7 @@ def test_a_source_that_runs_steps_ahead_of_the_loop_is_refused(s2: dj.MirroredSt
     assert "strategy.run was called by a source of batches" in str(caught.value)
 
 
-def test_a_source_sees_the_surroundings_of_the_loop(s2: dj.MirroredStrategy) -> None:
+def test_a_source_sees_the_context_of_the_loop(s2: dj.MirroredStrategy) -> None:
     """Strategy, precision and the user's own context variables are those of the loop."""
     mine = contextvars.ContextVar("mine", default=0)
     seen: list[Any] = []
@@ -82,11 +84,11 @@ def test_a_source_sees_the_surroundings_of_the_loop(s2: dj.MirroredStrategy) -> 
     assert seen == [(s2, True, 7)]
 
 
-def test_what_the_user_wrote_is_read_in_one_thread(
+def test_user_code_runs_in_one_thread(
     s2: dj.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Arrays and lists are read in the loop while they are quick; a function may hold on to its thread."""
-    monkeypatch.setattr(_prefetch, "_LATE", 3600.0)
+    """Arrays and lists are read in the loop while that is fast; functions may depend on their thread."""
+    monkeypatch.setattr(_prefetch, "_MAX_DELAY", 3600.0)
     batches = [np.ones(2, np.float32)] * 5
     arrays = dj.data.from_arrays(np.ones(10, np.float32)).batch(2)
     readers: list[str] = []

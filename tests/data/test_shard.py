@@ -1,4 +1,4 @@
-"""Which part of the data a process reads: the choice of the policy, and the schedules of rule B."""
+"""Sharding: the choice of the policy, and the schedules of rule B."""
 
 import re
 
@@ -15,7 +15,7 @@ OFF, AUTO, FILE, DATA = (AutoShardPolicy[name] for name in ("OFF", "AUTO", "FILE
 
 
 def files(count: int, auto_shard_policy: str | None = None) -> Source:
-    """A source of so many files, which may ask for a policy as one of tf.data does."""
+    """A source of some files, with a policy set on it as on a tf.data.Dataset."""
     paths = [str(i) for i in range(count)]
     source = find_source(dj.data.from_files(paths, lambda path: [int(path)]).batch(1))
     source.auto_shard_policy = auto_shard_policy
@@ -43,10 +43,10 @@ THREE, MEMORY = files(3), find_source([np.arange(2)])
         (FILE, files(3, "OFF"), 2, FILE),  # the user's option comes first
     ],
 )
-def test_the_policy_that_holds(
+def test_which_policy_applies(
     asked: AutoShardPolicy | None, source: Source, workers: int, expected: AutoShardPolicy
 ):
-    """The user's option, then the source's own, then AUTO, which is FILE where files suffice."""
+    """The user's option, then that of the source, then AUTO, which is FILE if there are enough files."""
     assert choose_policy(asked, source, workers) is expected
 
 
@@ -66,7 +66,7 @@ def test_file_without_a_file_for_each_worker_is_an_error(source: Source):
 
 
 def test_a_hint_of_a_source_is_refused_by_name():
-    """A tf.data option says HINT: nothing here could fill it."""
+    """The option HINT of a tf.data source cannot be fulfilled."""
     with pytest.raises(ArgumentError, match=r"from_files.* has the option .*HINT"):
         choose_policy(None, files(1, "HINT"), 1)
     assert choose_policy(OFF, files(1, "HINT"), 1) is OFF

@@ -1,4 +1,4 @@
-"""state() and restore(): training resumes at the very next batch, on any number of replicas."""
+"""state() and restore(): training resumes at the next batch, on any number of replicas."""
 
 import json
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def epoch_of(dataset: DistributedDataset) -> list[list[int]]:
 
 
 def test_iterating_again_gives_the_next_epoch():
-    """The epoch belongs to the dataset: every iterator that starts gets the next one."""
+    """Each new iterator of a dataset gets the next epoch."""
     dataset = made(shuffled())
     one, other = epoch_of(dataset), epoch_of(dataset)
     assert one != other
@@ -41,7 +41,7 @@ def test_iterating_again_gives_the_next_epoch():
 @pytest.mark.parametrize("replicas", [1, 4, pytest.param(8, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("policy", ["auto", "off"])
 def test_training_resumes_at_the_very_next_batch(position: int, replicas: int, policy: str):
-    """Wherever epoch 1 is left, another process with other replicas goes on there and into epoch 2."""
+    """From any position of epoch 1, another program with other replicas continues, up to epoch 2."""
     options = {"auto_shard_policy": policy}
     whole = made(shuffled(42, 8), 2, **options)
     epochs = [epoch_of(whole) for _ in range(3)]
@@ -70,8 +70,8 @@ STATE = {
 }
 
 
-def test_a_state_is_small_and_of_plain_values():
-    """Numbers, a string and Nones: what JSON and every checkpoint can hold."""
+def test_a_state_is_a_small_dict_of_plain_values():
+    """Numbers, a string and Nones, which JSON and every checkpoint can store."""
     iterator = iter(made(shuffled()))
     next(iterator)
     next(iterator)
@@ -79,8 +79,8 @@ def test_a_state_is_small_and_of_plain_values():
     assert json.loads(json.dumps(iterator.state())) == STATE
 
 
-def test_numbers_of_a_checkpoint_are_numbers():
-    """Checkpoints give NumPy integers and 0-d arrays back for Python's."""
+def test_a_state_may_have_the_number_types_of_a_checkpoint():
+    """Checkpoints return NumPy integers and 0-d arrays for Python integers."""
     state = iter(made(shuffled())).state()
     saved = {k: np.asarray(v) if isinstance(v, int) else v for k, v in state.items()}
     iterator = iter(made(shuffled()))
@@ -114,10 +114,10 @@ class Fixed(Source):
         ("shrink", (8, 8, 3, 1), 2),
     ],
 )
-def test_a_resumed_epoch_has_the_shapes_of_the_whole_one(
+def test_a_resumed_epoch_has_the_shapes_of_an_uninterrupted_one(
     partial: str, sizes: tuple[int, ...], taken: int
 ):
-    """Skipped batches count, and what a full batch is is remembered: same shapes, same counts."""
+    """Skipped batches count, and the state contains the size of a full batch."""
 
     def described(elements: Any) -> list:
         return [(e.part_shape, e.counts, examples_in(e)) for e in elements]
@@ -131,8 +131,8 @@ def test_a_resumed_epoch_has_the_shapes_of_the_whole_one(
     assert described(resumed) == whole[taken:]
 
 
-def test_an_iterator_can_be_moved_back_and_forth():
-    """restore works at any time, also after the end and on the iterator that gave the state."""
+def test_an_iterator_can_be_restored_at_any_time():
+    """Also after its end, and on the iterator that returned the state."""
     iterator = iter(made(shuffled()))
     next(iterator)
     saved = iterator.state()
@@ -142,8 +142,8 @@ def test_an_iterator_can_be_moved_back_and_forth():
     assert iterator.state()["position"] == 6
 
 
-def test_a_resumed_partial_batch_is_no_measure():
-    """The last batch of an epoch is neither taken for a batch size too small nor for the spec."""
+def test_a_resumed_partial_batch_does_not_determine_the_spec():
+    """The last batch of an epoch causes no warning of a small batch size, and is not used for the spec."""
     iterator = iter(made(Fixed((4, 1)), 4, "shrink"))
     next(iterator)
     dataset = made(Fixed((4, 1)), 4, "shrink")
@@ -159,7 +159,7 @@ def test_a_resumed_partial_batch_is_no_measure():
 
 
 def test_a_failed_restore_changes_nothing():
-    """The iterator stands where it stood."""
+    """The iterator keeps its position."""
     iterator = iter(made(shuffled()))
     next(iterator)
     before = iterator.state()
@@ -188,7 +188,7 @@ def test_a_failed_restore_changes_nothing():
         (STATE | {"epoch": "one"}, "epoch must be an integer >= 0; got 'one'"),
     ],
 )
-def test_what_is_no_state_of_this_dataset_is_refused(state: Any, message: str):
+def test_a_state_of_another_dataset_is_refused(state: Any, message: str):
     """Each message says what is wrong with it, what this dataset has, and what to do."""
     iterator = iter(made(shuffled()))
     with pytest.raises(ArgumentError, match=message):
@@ -200,8 +200,8 @@ def endless(n: int, size: int) -> dj.data.ArrayDataset:
 
 
 @pytest.mark.parametrize("size", [2, 8])
-def test_another_batch_size_is_found_out_where_no_length_is_known(size: int):
-    """The first batch of the epoch tells it, so that no other examples come next unseen."""
+def test_another_batch_size_is_detected_if_the_length_is_unknown(size: int):
+    """By the first batch of the epoch, so that resuming never yields other examples silently."""
     iterator = iter(made(endless(40, 4)))
     next(iterator)
     saved = iterator.state()
@@ -219,7 +219,7 @@ def test_another_batch_size_is_found_out_where_no_length_is_known(size: int):
     "source", [batches(6, 2), lambda: batches(6, 2), iter(batches(6, 2))], ids=type
 )
 def test_sources_that_cannot_seek_say_so(source: Any):
-    """state and restore name the source and what to use instead; the pass itself goes on."""
+    """state and restore name the source and what to use instead; the pass itself continues."""
     iterator = iter(distribute(source, 2))
     next(iterator)
     with pytest.raises(ArgumentError, match=r"iterator\.state .*from_arrays"):
@@ -229,8 +229,8 @@ def test_sources_that_cannot_seek_say_so(source: Any):
     assert len(list(iterator)) == 2
 
 
-def test_reduce_over_data_without_end_is_refused():
-    """It would never return, so it says so at once."""
+def test_reduce_over_endless_data_is_refused():
+    """It would never return."""
     with pytest.raises(ArgumentError, match="repeated without end"):
         made(endless(4, 4)).reduce(0, lambda state, element: state)
 
@@ -245,7 +245,7 @@ REAL = {
 
 @pytest.mark.parametrize("kind", REAL)
 def test_real_sources_resume_on_other_replicas(kind: str):
-    """Arrays and Grain: epoch 1, left after two batches, goes on elsewhere with the third."""
+    """Arrays and Grain: epoch 1, left after two batches, continues elsewhere with the third."""
     first = distribute(REAL[kind](36), 2)
     if not first._feed.is_infinite:
         list(first)

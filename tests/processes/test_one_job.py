@@ -248,7 +248,7 @@ def test_two_workers_read_the_values_of_the_reference():
         assert outcome["after a break"] == [[[0.0, 1.0]], [[2.0, 3.0]], [[4.0, 5.0]], [[6.0, 7.0]]]
         assert outcome["resumed"]
         assert "at least 2 files" in outcome["one file"]
-        assert "Process 0 has no batch at all" in outcome["nothing"]
+        assert "Process 0 has no batches" in outcome["nothing"]
         assert "process 1" in outcome["dtypes"]
         assert "int32" in outcome["dtypes"]
     assert "The input of process 1 failed" in first["fails"]

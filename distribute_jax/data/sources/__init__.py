@@ -1,7 +1,7 @@
-"""Sources of global batches, one file for each kind, and the choice of one for what a user passes.
+"""Sources of global batches: one file for each kind, and ``find_source``, which selects one.
 
-``_base`` is the interface of a source. ``_iterables``, ``_grain``, ``_tf_data`` and ``_torch`` adapt what
-users have; ``_arrays`` and ``_files`` are the library's. None imports a package that may be missing.
+``_base`` is the interface. ``_iterables``, ``_grain``, ``_tf_data`` and ``_torch`` adapt the datasets of
+users; ``_arrays`` and ``_files`` are the library's. None of them imports a package that may be missing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["ArrayDataset", "FileDataset", "from_arrays", "from_files"]
 _LIBRARIES = (
     (("tensorflow", "data", "Dataset"), TfData),
     (("datasets", "Dataset"), HuggingFaceTable),
-    # With PyTorch installed it is a PyTorch dataset too, so it comes before those.
+    # If PyTorch is installed, this is a subclass of its Dataset, so it comes first.
     (("datasets", "IterableDataset"), HuggingFaceStream),
     (("datasets", "DatasetDict"), refuse_splits),
     (("datasets", "IterableDatasetDict"), refuse_splits),
@@ -38,14 +38,11 @@ _LIBRARIES = (
     (("grain", "IterDataset"), GrainIter),
     (("grain", "DataLoader"), GrainIter),
 )
-"""Classes of packages, each with what makes a source of an instance of it, in order of preference."""
+"""Classes of other packages, and what creates a source from an instance; the first match wins."""
 
 
 def find_source(source: Any, method: str = "strategy.distribute_dataset") -> Source:
-    """Returns a source of what the user passed to a method; an ArgumentError if it has no batches.
-
-    Imports nothing: an instance of a class exists only where its package was imported.
-    """
+    """Returns the source of what the user passed to a method; raises an ArgumentError for anything else."""
     if isinstance(source, ArrayDataset):
         return ArraySource(source, method)
     if isinstance(source, FileDataset):

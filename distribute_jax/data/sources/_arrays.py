@@ -20,9 +20,9 @@ from distribute_jax.data.sources._files import SEED, apply_function, check_rows,
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ArrayDataset:
-    """Examples in memory, or batches of them; ``dj.data.from_arrays`` makes it.
+    """Examples in memory, or batches of them; created by ``dj.data.from_arrays``.
 
-    Each method returns a new dataset. The order depends on the seed and the epoch alone, so it is the same
+    Each method returns a new dataset. The order depends only on the seed and the epoch, so it is the same
     on any number of devices, and training can resume at any batch. Iterating it outside a strategy yields
     epoch 0.
 
@@ -35,13 +35,13 @@ class ArrayDataset:
 
     _tree: PyTree
     _order: Order
-    """Of the rows, before they are batched."""
+    """The order of the rows, before they are batched."""
     _functions: tuple[Callable[[PyTree], PyTree], ...] = ()
     """Applied to each example, in this order."""
     _size: int = 0
-    """Of a batch."""
+    """The batch size."""
     _batches: Order | None = None
-    """The order of the batches, once there are any."""
+    """The order of the batches; None before ``batch``."""
     _batch_functions: tuple[Callable[[PyTree], PyTree], ...] = ()
     _seed: int | None = None
 
@@ -52,9 +52,9 @@ class ArrayDataset:
         """Shuffles all examples, in another order each epoch; after ``batch``, the batches.
 
         Args:
-            buffer_size: may be passed, as to ``tf.data``, and changes nothing: everything is in memory, so
-                everything is shuffled.
-            seed: an integer from 0 to 2**32 - 1. The same seed makes the same epochs.
+            buffer_size: accepted as by ``tf.data``, without effect: everything is in memory, so everything
+                is shuffled.
+            seed: an integer from 0 to 2**32 - 1. The same seed results in the same epochs.
 
         Raises:
             ArgumentError: an argument is out of range, or batches without end would be shuffled.
@@ -71,42 +71,42 @@ class ArrayDataset:
         return replace(self, _batches=replace(self._batches, seed=seed), _seed=seed)
 
     def batch(self, size: int, drop_remainder: bool = False) -> ArrayDataset:
-        """Puts consecutive examples together along a new dim 0.
+        """Stacks consecutive examples along a new dim 0.
 
         Args:
             size: examples in a global batch.
-            drop_remainder: whether a last batch of fewer examples is left out. A strategy computes exact
-                results for it, so it seldom has to be.
+            drop_remainder: whether a smaller last batch is left out. A strategy computes exact results
+                for it, so this is seldom needed.
 
         Raises:
             ArgumentError: ``size`` is not a positive integer, no batch would be left, or the dataset is
-                batched already.
+                already batched.
         """
         size = check_int("batch(size)", size)
         if self._batches is not None:
             raise ArgumentError(
-                "batch() was called on a dataset that is batched already. Leave one of the two out: "
-                "strategy.distribute_dataset divides each batch among the replicas by itself."
+                "batch() was called on a dataset that is already batched. Leave one of the two out: "
+                "strategy.distribute_dataset itself divides each batch among the replicas."
             )
         length = self._order.length
         count = length // size if drop_remainder else -(-length // size)
         if not count:
             raise ArgumentError(
-                f"batch(size={size}, drop_remainder=True) would leave nothing of {length} examples. "
+                f"batch(size={size}, drop_remainder=True) would leave no batch of {length} examples. "
                 "Choose a smaller size, or leave drop_remainder out."
             )
         return replace(self, _size=size, _batches=Order(count))
 
     def repeat(self, n: int | None = None) -> ArrayDataset:
-        """Makes n passes one epoch, each in another order if shuffled; without n, an epoch has no end.
+        """Makes one epoch of n passes, each in another order if shuffled; without n, an epoch has no end.
 
-        Before ``batch``, a batch may hold the end of one pass and the beginning of the next.
+        If called before ``batch``, a batch may contain the end of one pass and the beginning of the next.
 
         Args:
-            n: how many; None for no end.
+            n: the number of passes; None for no end.
 
         Raises:
-            ArgumentError: ``n`` is not a positive integer, or the dataset has no end already.
+            ArgumentError: ``n`` is not a positive integer, or the dataset already has no end.
         """
         times = None if n is None else check_int("repeat(n)", n)
         if self._is_endless():
@@ -125,11 +125,11 @@ class ArrayDataset:
                 arrays or numbers. It must be deterministic, or a resumed run differs.
 
         Raises:
-            ArgumentError: ``fn`` cannot be called; later, it returns None.
+            ArgumentError: ``fn`` cannot be called with one argument; later, it returns None.
         """
         if not takes(fn, None):
             raise ArgumentError(
-                f"map calls {fn!r:.60} with one argument, the example or batch as it is. Where that is a "
+                f"map calls {fn!r:.60} with one argument, the example or batch as it is. If that is a "
                 "tuple, write lambda example: … with example[0], or def f(example): x, y = example."
             )
         if self._batches is None:
@@ -147,9 +147,9 @@ class ArrayDataset:
         return self._read(0, 0)
 
     def _read(self, epoch: int, position: int) -> Iterator[PyTree]:
-        take = self._example if self._batches is None else self._batch
+        read = self._example if self._batches is None else self._batch
         length = self._length()
-        return (take(epoch * length + place) for place in range(position, length))
+        return (read(epoch * length + i) for i in range(position, length))
 
     def _length(self) -> int:
         return (self._batches or self._order).length
@@ -157,8 +157,8 @@ class ArrayDataset:
     def _is_endless(self) -> bool:
         return self._order.is_endless or (self._batches is not None and self._batches.is_endless)
 
-    def _batch(self, place: int) -> PyTree:
-        number, index = (self._batches or self._order).locate(place)
+    def _batch(self, position: int) -> PyTree:
+        number, index = (self._batches or self._order).locate(position)
         start = number * self._order.length + index * self._size
         stop = min(start + self._size, (number + 1) * self._order.length)
         if self._functions:
@@ -169,8 +169,8 @@ class ArrayDataset:
             batch = apply_function(fn, batch)
         return batch
 
-    def _example(self, place: int) -> PyTree:
-        example = jax.tree.map(lambda leaf: leaf[0], self._rows(place, place + 1))
+    def _example(self, position: int) -> PyTree:
+        example = jax.tree.map(lambda leaf: leaf[0], self._rows(position, position + 1))
         for fn in self._functions:
             example = apply_function(fn, example)
         return example
@@ -203,7 +203,7 @@ class ArraySource(Source):
 
 
 def from_arrays(tree: PyTree, *more: PyTree) -> ArrayDataset:
-    """Makes a dataset of the rows of arrays in memory.
+    """Creates a dataset of the rows of arrays in memory.
 
     Args:
         tree: a NumPy or JAX array, a tensor or table that NumPy can read, or a pytree of them (dicts, tuples,
@@ -217,7 +217,7 @@ def from_arrays(tree: PyTree, *more: PyTree) -> ArrayDataset:
 
     Raises:
         ArgumentError: a leaf is not an array or has no dim 0, leaves have different lengths, or there are
-            no examples; names the leaves.
+            no examples; the message names the leaves.
 
     Example:
         >>> import distribute_jax as dj, numpy as np
@@ -241,71 +241,71 @@ def from_arrays(tree: PyTree, *more: PyTree) -> ArrayDataset:
 
 
 def _array(leaf: Any) -> Any:
-    """Returns an array of JAX, or a table or series of pandas, as one of NumPy."""
+    """Converts a JAX array, or a table or series of pandas, to a NumPy array."""
     is_known = isinstance(leaf, np.ndarray) or is_key(leaf) or not hasattr(leaf, "shape")
     return leaf if is_known or not hasattr(leaf, "__array__") else np.asarray(leaf)
 
 
 _ENDLESS = 2**62
-"""Places in an epoch that has no end: more than anyone visits, and still an index."""
+"""The length of an epoch without end: more than anyone reads, and still a valid index."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order of rows, or of batches, in an epoch; each pass over them is shuffled differently."""
+    """The order of rows, or of batches, in which each pass over them is shuffled differently.
+
+    Positions count through all passes and epochs.
+    """
 
     rows: int
-    """How many there are; at least one."""
+    """The number of rows or batches; at least one."""
     seed: int | None = None
-    """None: in their order."""
+    """None for no shuffling."""
     passes: int = 1
     """Passes over the rows in one epoch."""
-    _latest: dict[int, NDArray[Any]] = field(default_factory=dict, init=False)
-    """The permutation of the latest pass, by its number."""
+    _cached: dict[int, NDArray[Any]] = field(default_factory=dict, init=False)
+    """The permutation of the latest pass, by the number of the pass."""
 
     @property
     def length(self) -> int:
-        """Places in one epoch."""
+        """The number of positions in one epoch."""
         return self.rows * self.passes
 
     @property
     def is_endless(self) -> bool:
-        """Whether an epoch has no end."""
         return self.length >= _ENDLESS
 
     def repeated(self, times: int | None) -> Order:
-        """As many passes for each one now; None: without end."""
+        """Returns the order with each epoch repeated; None for no end."""
         passes = -(-_ENDLESS // self.rows) if times is None else self.passes * times
         return replace(self, passes=passes)
 
-    def locate(self, place: int) -> tuple[int, int]:
-        """Returns the pass and the row at a place, counted on through all epochs."""
-        number, index = divmod(place, self.rows)
-        return number, index if self.seed is None else int(self._one_pass(number)[index])
+    def locate(self, position: int) -> tuple[int, int]:
+        """Returns the number of the pass and the row at a position."""
+        number, index = divmod(position, self.rows)
+        return number, index if self.seed is None else int(self._permutation(number)[index])
 
     def take(self, start: int, stop: int) -> slice | NDArray[Any]:
-        """Returns the rows at places start … stop - 1, counted on through all epochs.
-
-        A slice where the rows are consecutive, so that taking them copies nothing.
-        """
+        """Returns the rows at positions start to stop - 1: a slice, which copies nothing, if consecutive."""
         first, last = start // self.rows, (stop - 1) // self.rows
         if first == last and self.seed is None:
             return slice(start - first * self.rows, stop - first * self.rows)
         parts = []
         for number in range(first, last + 1):
             begin = number * self.rows
-            parts.append(self._one_pass(number)[max(start - begin, 0) : stop - begin])
+            parts.append(self._permutation(number)[max(start - begin, 0) : stop - begin])
         return np.concatenate(parts)
 
-    def _one_pass(self, number: int) -> NDArray[Any]:
+    def _permutation(self, number: int) -> NDArray[Any]:
+        """Returns the rows of one pass in order."""
         if self.seed is None:
             return np.arange(self.rows)
-        known = self._latest.get(number)
-        if known is None:
-            # Not Generator.permutation: of NumPy's random numbers only the raw ones are promised to
-            # stay the same in later versions, and a run may be resumed under another one.
+        permutation = self._cached.get(number)
+        if permutation is None:
+            # Not Generator.permutation: NumPy promises only for raw random numbers that they stay the
+            # same in later versions, and a run may be resumed under another one.
             key = np.array([self.seed, number], np.uint64)
-            known = np.argsort(np.random.Philox(key=key).random_raw(self.rows), kind="stable")
-            self._latest.clear()
-            self._latest[number] = known
-        return known
+            permutation = np.argsort(np.random.Philox(key=key).random_raw(self.rows), kind="stable")
+            self._cached.clear()
+            self._cached[number] = permutation
+        return permutation

@@ -1,4 +1,4 @@
-"""Base classes of sources: all of them, and streams; NumPy conversion."""
+"""Base classes of sources, and the conversion of tensors to NumPy arrays."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ from distribute_jax._messages import KeyPath, PyTree, error_text, path_text
 class Source(ABC):
     """Global batches on the host, epoch after epoch.
 
-    One subclass for each kind of source. A batch is a tree of NumPy or JAX arrays whose dim 0 counts
-    the examples; it comes as from the user's source, unchecked.
+    A batch is a tree of NumPy or JAX arrays whose dim 0 counts the examples; it is not checked yet.
     """
 
     can_resume: bool = False
-    """Whether ``open`` can start at any batch of any epoch."""
+    """True if ``open`` can start at any batch of any epoch."""
     how_to_resume: str = ""
-    """What has to be done for ``can_resume``, as a sentence with a space behind it."""
+    """What ``can_resume`` requires: a sentence followed by a space."""
     is_infinite: bool = False
-    """Whether an epoch never ends."""
+    """True if an epoch never ends."""
     runs_user_code: bool = True
-    """Whether reading may call a function of the user's, which is then called in one thread only."""
+    """True if reading may call functions of the user, which must then stay in one thread."""
     seed: int | None = None
     """The seed of its shuffling, if known."""
     num_files: int | None = None
-    """How many files it reads; None if it reads none, or it cannot be known."""
+    """How many files it reads; None if it reads none, or their number is unknown."""
     auto_shard_policy: str | None = None
-    """The name of the ``AutoShardPolicy`` that the source itself asks for."""
+    """The name of the ``AutoShardPolicy`` that is set on the source itself."""
 
     @property
     @abstractmethod
@@ -45,34 +44,34 @@ class Source(ABC):
 
     @property
     def batching(self) -> str:
-        """How to make it yield batches, for an error about one of single examples."""
+        """How to batch it, for the error if it yields single examples."""
         return f"Call .batch(256) on this {self.text[2:]}, which yields single examples."
 
     @abstractmethod
     def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
-        """Starts at a batch of an epoch; an ArgumentError if an earlier one has used up the source.
+        """Starts at a batch of an epoch; raises an ArgumentError if the source is exhausted.
 
         A source that cannot resume starts its next epoch, from its first batch.
         """
 
     def preview(self) -> Iterator[PyTree]:
-        """Yields the batches of an epoch, and uses nothing up."""
+        """Yields the batches of an epoch without consuming them."""
         return self.open()
 
     @property
     def length(self) -> int | None:
-        """The number of batches of an epoch; None if the source does not know it."""
+        """The number of batches of an epoch; None if unknown."""
         return None
 
     def shard_files(self, count: int, index: int) -> Source:
-        """Returns a source of the files index, index + count, …, if it reads files."""
+        """Returns a source of the files index, index + count, …."""
         raise ArgumentError(f"{self.text} reads no files that are known.")
 
 
 class Stream(Source):
-    """A source whose every start counts: it draws random numbers, starts workers, or is the only one.
+    """A source of which each start has a side effect: it draws random numbers or consumes an iterator.
 
-    So what a preview reads is kept, and becomes the beginning of the next epoch.
+    Batches that ``preview`` has read are therefore kept, and become the beginning of the next epoch.
     """
 
     _started: Iterator[PyTree] | None = None
@@ -105,14 +104,14 @@ class Stream(Source):
 
 
 def _drained(previewed: deque[PyTree], rest: Iterator[PyTree]) -> Iterator[PyTree]:
-    # One by one, so that no batch lives longer than its step.
+    # One by one, so that a batch can be freed after its step.
     while previewed:
         yield previewed.popleft()
     yield from rest
 
 
 def length_of(batches: Any) -> int | None:
-    """Returns what ``len`` says; None where that is a TypeError."""
+    """Returns the ``len``, or None if there is none."""
     try:
         return len(batches)
     except TypeError:
@@ -120,7 +119,7 @@ def length_of(batches: Any) -> int | None:
 
 
 def unbatched(text: str, method: str) -> ArgumentError:
-    """Returns the error for one of the library's datasets without batches."""
+    """Returns the error for one of the library's datasets that is not batched."""
     return ArgumentError(
         f"{method} got {text} without batches. It takes global batches: call .batch(256) on the dataset "
         "first, with the number of examples of all replicas together."
@@ -128,9 +127,9 @@ def unbatched(text: str, method: str) -> ArgumentError:
 
 
 def loaded_class(module: str, *names: str) -> Any:
-    """Returns a class of a package that is imported already, else an empty tuple, for isinstance.
+    """Returns a class of a package that is already imported, else an empty tuple, for ``isinstance``.
 
-    Nothing is an instance of a class that was never loaded, so no package needs to be imported here.
+    An instance of a class exists only if its package was imported, so nothing has to be imported here.
     """
     value: Any = sys.modules.get(module)
     for name in names:
@@ -139,7 +138,7 @@ def loaded_class(module: str, *names: str) -> Any:
 
 
 def on_host(batch: PyTree, name: str = "batch") -> PyTree:
-    """Turns PyTorch's and TensorFlow's tensors in a tree into NumPy arrays, sharing memory if possible."""
+    """Converts PyTorch and TensorFlow tensors in a tree to NumPy arrays that share memory if possible."""
     torch_tensor = loaded_class("torch", "Tensor")
     tf_tensor = loaded_class("tensorflow", "Tensor")
     if torch_tensor == () and tf_tensor == ():
@@ -164,7 +163,7 @@ def _from_torch(tensor: Any) -> np.ndarray[Any, Any]:
     name = str(dense.dtype).removeprefix("torch.")
     dtype: Any = None
     if name == "bfloat16" or name.startswith("float8"):
-        # NumPy has no such dtypes, so PyTorch refuses to convert them; JAX's have the same bits.
+        # PyTorch cannot convert these to NumPy; the dtypes of ml_dtypes have the same bits.
         dtype = np.dtype(getattr(jnp, name))
         torch = sys.modules["torch"]
         dense = dense.view(torch.int16 if dtype.itemsize == 2 else torch.uint8)

@@ -1,4 +1,4 @@
-"""``FileDataset``: examples read from files; and what it shares with ``ArrayDataset``."""
+"""``FileDataset``: examples read from files; and helpers that ``ArrayDataset`` uses too."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SEED = "shuffle(seed)"
 
 @dataclass(frozen=True, eq=False)
 class FileDataset:
-    """The examples of files, read one file after the other; ``dj.data.from_files`` makes it.
+    """The examples of files, read one file after the other; created by ``dj.data.from_files``.
 
-    Each method returns a new dataset. Files are opened when their examples are due and never held as a
-    whole, unless ``read`` does so. Iterating it outside a strategy yields epoch 0.
+    Each method returns a new dataset. A file is opened when its examples are needed, and is never held in
+    memory as a whole unless ``read`` does so. Iterating it outside a strategy yields epoch 0.
     """
 
     _paths: tuple[Path, ...]
@@ -42,7 +42,7 @@ class FileDataset:
         Args:
             buffer_size: examples in memory from which the next one is drawn; 1 shuffles only the files.
                 None means 1024.
-            seed: an integer from 0 to 2**32 - 1. The same seed makes the same epochs.
+            seed: an integer from 0 to 2**32 - 1. The same seed results in the same epochs.
 
         Raises:
             ArgumentError: an argument is out of range, or the dataset is batched already.
@@ -52,12 +52,12 @@ class FileDataset:
         return replace(self, _seed=check_int(SEED, seed, 0, 2**32), _buffer_size=size)
 
     def batch(self, size: int, drop_remainder: bool = False) -> FileDataset:
-        """Puts consecutive examples together along a new dim 0, across the borders of files.
+        """Stacks consecutive examples along a new dim 0, across file boundaries.
 
         Args:
             size: examples in a global batch.
-            drop_remainder: whether a last batch of fewer examples is left out. A strategy computes exact
-                results for it, so it seldom has to be.
+            drop_remainder: whether a smaller last batch is left out. A strategy computes exact results
+                for it, so this is seldom needed.
 
         Raises:
             ArgumentError: ``size`` is not a positive integer, or the dataset is batched already.
@@ -103,13 +103,13 @@ class FileDataset:
     def _check_unbatched(self, method: str) -> None:
         if self._size is not None:
             raise ArgumentError(
-                f"{method}() was called on a dataset of files that is batched already. Call shuffle, if at "
-                "all, before batch, and batch once."
+                f"{method}() was called on a dataset of files that is already batched. Call shuffle before "
+                "batch, and batch only once."
             )
 
 
 class FileSource(Source):
-    """The batches of ``dj.data.from_files``; it seeks by reading what comes before."""
+    """The batches of ``dj.data.from_files``; resumes by reading all earlier batches."""
 
     text = "dj.data.from_files(…)"
     can_resume = True
@@ -131,9 +131,9 @@ class FileSource(Source):
 
 
 def from_files(paths: Sequence[Path], read: Callable[[Any], Iterable[PyTree]]) -> FileDataset:
-    """Makes a dataset of the examples in files.
+    """Creates a dataset of the examples in files.
 
-    On several processes each reads a part of the files, if there are enough of them.
+    In a job of several processes each reads a part of the files, if there are enough of them.
 
     Args:
         paths: the files, in the order in which they are read. Sort a directory listing: its order may
@@ -142,12 +142,12 @@ def from_files(paths: Sequence[Path], read: Callable[[Any], Iterable[PyTree]]) -
             arrays or numbers; or an array, or a dict or tuple of arrays, whose rows are the examples.
 
     Returns:
-        The dataset of single examples. Call ``batch`` on it, before that ``shuffle`` if needed, and pass
-        it to ``strategy.distribute_dataset``.
+        The dataset of single examples. Call ``shuffle`` on it if needed, then ``batch``, and pass it to
+        ``strategy.distribute_dataset``.
 
     Raises:
         ArgumentError: ``paths`` is not a sequence of paths or is empty, or ``read`` cannot be called;
-            later, ``read`` returns nothing that can be iterated.
+            later, ``read`` returns something that cannot be iterated.
 
     Example:
         >>> import distribute_jax as dj, numpy as np
@@ -173,26 +173,26 @@ def _examples_of(content: Any, path: Path) -> Iterator[PyTree]:
     if not hasattr(type(content), "__iter__"):
         raise ArgumentError(
             f"read({os.fspath(path)!r}) returned {leaf_text(content)}. It must return the examples of the "
-            "file: an iterable or generator of them, or arrays whose rows they are."
+            "file: an iterable or generator of them, or arrays with one row for each example."
         )
     return map(on_host, content)
 
 
 def check_rows(tree: PyTree, method: str) -> int:
-    """Returns the number of rows that all arrays of a tree have, or raises and names the leaves."""
+    """Returns the number of rows of all arrays of a tree, or raises an error that names the leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     lines = [f"{path_text(path, 'arrays')}: {leaf_text(leaf)}" for path, leaf in leaves]
     bad = [line for line, (_, leaf) in zip(lines, leaves, strict=True) if not _has_rows(leaf)]
     if bad or not leaves:
         raise ArgumentError(
             f"{method} got no arrays with a dim 0:\n{listed(bad or [repr(tree)[:60]])}\nIt takes a NumPy "
-            "or JAX array, or a pytree of them, whose dim 0 counts the examples. Make lists of numbers "
-            "arrays with np.asarray."
+            "or JAX array, or a pytree of them, whose dim 0 counts the examples. Convert lists of numbers "
+            "with np.asarray."
         )
     sizes = {int(leaf.shape[0]) for _, leaf in leaves}
     if len(sizes) > 1 or 0 in sizes:
         raise ArgumentError(
-            f"{method} got arrays of different length, or without any example:\n{listed(lines)}\nDim 0 "
+            f"{method} got arrays of different lengths, or without any example:\n{listed(lines)}\nDim 0 "
             "counts the examples, so it must be the same in every array, and not 0."
         )
     return sizes.pop()
@@ -203,7 +203,7 @@ def _has_rows(leaf: Any) -> bool:
 
 
 def stack_examples(examples: Sequence[PyTree]) -> PyTree:
-    """Puts examples together along a new dim 0, or raises if they differ in structure, shape or dtype."""
+    """Stacks examples along a new dim 0, or raises if they differ in structure, shape or dtype."""
     first, *others = dict.fromkeys(map(jax.tree.structure, examples))
     if others:
         raise ArgumentError(
@@ -215,19 +215,19 @@ def stack_examples(examples: Sequence[PyTree]) -> PyTree:
 
 def _stack(path: KeyPath, *leaves: Any) -> NDArray[Any]:
     arrays = [np.asarray(leaf) for leaf in leaves]
-    # The dtype of text depends on its length. Batches refuse it later, with the name of the leaf.
+    # The dtype of a string depends on its length. Strings are refused later, with the name of the leaf.
     kinds = {(a.shape, a.dtype if a.dtype.kind not in "US" else "text"): a for a in arrays}
     if len(kinds) > 1:
         one, other, *_ = map(leaf_text, kinds.values())
         raise ArgumentError(
-            f"Examples of one batch differ in {path_text(path, 'example')}: {one} and {other}. Pad or cut "
+            f"Examples of one batch differ in {path_text(path, 'example')}: {one} and {other}. Convert "
             "them to one shape and one dtype first, for example with map."
         )
     return np.stack(arrays)
 
 
 def apply_function(fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
-    """Returns what the function of a ``map`` returns; an error if the ``return`` was forgotten."""
+    """Calls the function of a ``map``; raises if it returns None."""
     result = fn(value)
     if result is None:
         raise ArgumentError(

@@ -10,14 +10,14 @@ from typing import Any
 from distribute_jax._messages import PyTree
 from distribute_jax.data.sources._base import Source, on_host
 
-_AHEAD = 4
-"""Batches that Grain's threads read ahead, one thread each; Grain's default of 500 would fill the memory."""
+_READ_AHEAD = 4
+"""Batches that Grain reads ahead, in one thread each; its default of 500 would fill the memory."""
 _INFINITE = 2**40
-"""Grain repeats without end by a huge length, which ``batch`` then divides; no data has so many batches."""
+"""Grain's endless repeat has a huge length, which ``batch`` divides; no finite dataset reaches this one."""
 
 
 class GrainMap(Source):
-    """A ``grain.MapDataset`` of batches; each epoch seeds its random transformations differently."""
+    """A ``grain.MapDataset`` of batches; its random transformations differ between epochs."""
 
     text = "a grain.MapDataset"
     can_resume = True
@@ -29,8 +29,8 @@ class GrainMap(Source):
     def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
         import grain
 
-        options = grain.ReadOptions(num_threads=_AHEAD, prefetch_buffer_size=_AHEAD)
-        # A repeated dataset counts on through its epochs. One without end has only one.
+        options = grain.ReadOptions(num_threads=_READ_AHEAD, prefetch_buffer_size=_READ_AHEAD)
+        # Indices of a repeated dataset continue through its epochs; an endless one has a single epoch.
         batches = self._dataset if self.is_infinite else self._dataset.repeat(epoch + 1)
         start = 0 if self.is_infinite else epoch * len(self._dataset)
         skipped = position if _filters(self._dataset) else 0
@@ -47,7 +47,7 @@ class GrainMap(Source):
 class GrainIter(Source):
     """A ``grain.IterDataset`` or ``grain.DataLoader`` of batches.
 
-    Every epoch is the same, as in Grain, and it resumes by reading what comes before.
+    Every epoch is the same, as in Grain, and it resumes by reading all earlier batches.
     """
 
     can_resume = True
@@ -71,13 +71,13 @@ class GrainIter(Source):
 
 def _rest(dataset: Any, skipped: int) -> Iterator[PyTree]:
     iterator = iter(dataset)
-    # Grain's threads and processes stop at once where the loop is left, not when garbage is collected.
+    # Grain's threads and processes stop as soon as the loop is left, not at garbage collection.
     with closing(iterator) if hasattr(iterator, "close") else nullcontext():
         yield from map(on_host, islice(iterator, skipped, None))
 
 
 def _filters(dataset: Any) -> bool:
-    """Whether some elements are missing, so that the index is not the number of the batch."""
+    """True if a filter removes elements, so that an index is not the number of a batch."""
     import grain
 
     filtered = type(grain.MapDataset.range(1).filter(bool))

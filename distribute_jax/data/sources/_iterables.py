@@ -1,4 +1,4 @@
-"""Batches from anything that can be iterated, once or again and again."""
+"""Batches of an iterator, of another iterable, or of a function that returns one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SLICES = "[(x[i:i + 256], y[i:i + 256]) for i in range(0, len(x), 256)]"
 
 
 def from_iterable(source: Any, method: str) -> Stream:
-    """Returns a source of an iterator, another iterable, or a function that returns an iterable."""
+    """Returns the source of an iterable or a function; raises an ArgumentError for likely mistakes."""
     is_source = _is_iterable(source) or callable(source)
     if isinstance(source, Mapping) or describe_foreign(source) or not is_source:
         raise ArgumentError(
@@ -27,26 +27,27 @@ def from_iterable(source: Any, method: str) -> Stream:
         )
     if isinstance(source, DistributedValues):
         raise ArgumentError(
-            f"{method} got a {source!r:.80}, which is distributed already. Pass the dataset, or arrays of "
-            "the host; what is distributed goes straight to strategy.run(step, args=batch)."
+            f"{method} got a {source!r:.80}, which is distributed already. Pass the dataset or arrays on "
+            "the host; distributed values go straight to strategy.run(step, args=batch)."
         )
     if is_array(source):
         raise ArgumentError(
-            f"{method} got one array, {leaf_text(source)}, which would be taken apart into single "
-            "examples. It takes an iterable of global batches: a list of one, [x], or several, "
+            f"{method} got one array, {leaf_text(source)}, which would be split into single examples. "
+            "It takes an iterable of global batches: a list of one, [x], or several, "
             "dj.data.from_arrays(x).batch(256)."
         )
     if _is_one_batch(source):
         raise ArgumentError(
             f"{method} got a tuple of {len(source)} arrays with {len(source[0])} rows each, which would be "
-            f"taken for {len(source)} batches. To batch what belongs together pass dj.data.from_arrays((x, "
+            f"read as {len(source)} batches. To batch corresponding rows pass dj.data.from_arrays((x, "
             "y)).batch(256); if the tuple is one global batch pass a list of it, [(x, y)]; if each array is "
             "a batch pass them in a list, [x, y]."
         )
     if not _is_iterable(source) and not takes(source):
         raise ArgumentError(
             f"{method} calls the function at the start of each epoch without arguments, and {source!r:.60} "
-            "needs some. A function of a dj.InputContext goes to strategy.distribute_datasets_from_function."
+            "requires some. Pass a function of a dj.InputContext to "
+            "strategy.distribute_datasets_from_function."
         )
     return _Iterable(source, method)
 
@@ -56,19 +57,19 @@ _readers: weakref.WeakValueDictionary[int, _Iterable] = weakref.WeakValueDiction
 
 
 def _register(reader: _Iterable, iterator: Iterator[Any], method: str) -> None:
-    """Notes who reads an iterator; two readers would silently share its batches."""
+    """Registers the reader of an iterator; raises if it has another, with which it would share batches."""
     other = _readers.get(id(iterator))
-    # An id is reused once its iterator is gone, and a reader need not keep its iterator alive.
+    # The id of a freed iterator can be reused, and a reader need not keep its iterator alive.
     if other is not None and other is not reader and other.iterator() is iterator:
         raise ArgumentError(
-            f"{leaf_text(iterator)} was given to two distributed datasets, and each would get the "
-            f"batches that the other leaves. {_pass_factory(method)}"
+            f"{leaf_text(iterator)} was given to two distributed datasets, and each would get only the "
+            f"batches that the other does not take. {_pass_factory(method)}"
         )
     _readers[id(iterator)] = reader
 
 
 class _Iterable(Stream):
-    """An iterator, a container of batches, or a function that makes an iterable of them."""
+    """An iterator, another iterable of batches, or a function that returns one."""
 
     batching = f"Batch the source first, for example {_SLICES}."
 
@@ -84,7 +85,7 @@ class _Iterable(Stream):
         return leaf_text(self._source)
 
     def iterator(self) -> Any:
-        """Returns the iterator of which this is the reader, or None if it is gone."""
+        """Returns the iterator that this source reads, or None if it was freed."""
         return self._source if isinstance(self._source, Iterator) else self._latest()
 
     def start(self) -> Iterator[PyTree]:
@@ -106,8 +107,8 @@ class _Iterable(Stream):
             )
         _register(self, iterator, self._method)
         self._latest = _reference(iterator)
-        read, ended = map(on_host, iterator), getattr(batches, "on_epoch_end", None)
-        return _then(read, ended) if callable(ended) else read  # of Keras's PyDataset
+        read, on_epoch_end = map(on_host, iterator), getattr(batches, "on_epoch_end", None)
+        return _then(read, on_epoch_end) if callable(on_epoch_end) else read  # of Keras's PyDataset
 
     @property
     def length(self) -> int | None:
@@ -117,12 +118,12 @@ class _Iterable(Stream):
 def _pass_factory(method: str) -> str:
     return (
         "Pass something that starts again for every epoch: a list of batches, or a function that "
-        f"makes the iterator, {method}(lambda: make_batches())."
+        f"returns a new iterator, {method}(lambda: make_batches())."
     )
 
 
 def _is_one_batch(source: Any) -> bool:
-    """Whether this is ``(x, y)``: a tuple of equally long arrays."""
+    """True for ``(x, y)``: a tuple of equally long arrays."""
     if not isinstance(source, tuple) or len(source) < 2:
         return False
     return all(is_array(x) and x.ndim > 0 for x in source) and len(set(map(len, source))) == 1
@@ -133,7 +134,7 @@ def _is_iterable(source: Any) -> bool:
 
 
 def _items(source: Any) -> Iterator[Any]:
-    """Yields the items of an object with ``__getitem__``: as many as it says, or up to an IndexError."""
+    """Iterates an object with ``__getitem__``, up to its length if it has one."""
     if hasattr(type(source), "__len__"):
         return (source[i] for i in range(len(source)))
     return iter(source)
@@ -145,7 +146,7 @@ def _then(batches: Iterator[PyTree], call: Callable[[], Any]) -> Iterator[PyTree
 
 
 def _reference(iterator: Any) -> Callable[[], Any]:
-    # A weak one where possible: a generator left half-way is closed when the loop lets go of it.
+    # Weak if possible, so that an unfinished generator is closed when the loop drops it.
     try:
         return weakref.ref(iterator)
     except TypeError:

@@ -1,8 +1,8 @@
-"""Batches of a ``tf.data.Dataset``, which is sharded by its files where it reads files.
+"""Batches of a ``tf.data.Dataset``, which is sharded by files if it reads files.
 
 ``tf.raw_ops.DatasetToGraphV2`` serializes a dataset as a graph, which shows the files that it reads and
-what may differ in another pass, and
-``tf.raw_ops.AutoShardDataset`` is the op by which ``tf.distribute`` itself shards by files.
+whether passes may differ. ``tf.raw_ops.AutoShardDataset`` is the op with which ``tf.distribute`` shards by
+files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distribute_jax.data.sources._base import Stream
 
 
 class TfData(Stream):
-    """A batched ``tf.data.Dataset``; TensorFlow was imported by whoever made it."""
+    """A batched ``tf.data.Dataset``; the user has imported TensorFlow."""
 
     text = "a tf.data.Dataset"
     how_to_resume = (
@@ -32,12 +32,12 @@ class TfData(Stream):
         self._tf = tf = sys.modules["tensorflow"]
         self._dataset = dataset
         self._method = method
-        # Of a dataset that TensorFlow cannot serialize, or whose file names come from its data.
+        # Raised if TensorFlow cannot serialize the dataset, or if its file names come from its data.
         self._unknown = (tf.errors.OpError, ValueError, TypeError)
         self._cardinality = int(dataset.cardinality())
         self.is_infinite = self._cardinality == int(tf.data.INFINITE_CARDINALITY)
         policy = dataset.options().experimental_distribute.auto_shard_policy.name
-        # AUTO is what a dataset has whose user set nothing.
+        # AUTO is the default.
         self.auto_shard_policy = None if policy == "AUTO" else str(policy)
         specs = jax.tree_util.tree_leaves_with_path(dataset.element_spec)
         sparse = [
@@ -62,7 +62,7 @@ class TfData(Stream):
 
     @cached_property
     def num_files(self) -> int | None:  # type: ignore[override]
-        """The fewest of several readers; None also where the file names are not known beforehand."""
+        """The smallest number of several readers; None also if file names are not known in advance."""
         try:
             graph = self._graph()
             counts = [_count(self._tf, graph, name) for name in _file_names(graph)]
@@ -85,7 +85,7 @@ class TfData(Stream):
 
     @cached_property
     def can_resume(self) -> bool:  # type: ignore[override]
-        """Whether the graph shows that every pass yields the same, in any process."""
+        """True if the graph shows that every pass yields the same batches, in any process."""
         try:
             graph = self._graph()
         except self._unknown:
@@ -119,9 +119,9 @@ class TfData(Stream):
 
 
 _READERS = ("TFRecordDataset", "TextLineDataset", "FixedLengthRecordDataset")
-"""The beginnings of the names of the ops that read files; versions follow."""
+"""Prefixes of the names of ops that read files; a version follows."""
 _IGNORE_STATE = 1
-"""``external_state_policy`` of the op: variables and tables need not be saved, only read."""
+"""``external_state_policy`` of the op: variables and tables are not saved."""
 _FILE = 1
 """``tf.data.experimental.AutoShardPolicy.FILE``, as the op takes it."""
 _VARYING = (
@@ -130,11 +130,11 @@ _VARYING = (
     *("Generator", "PyFunc", "EagerPyFunc", "Shuffle", "Snapshot", "LoadDataset"),
     *("DataService", "ReadVariable", "Timestamp"),
 )
-"""The beginnings of the names of the ops that may yield something else in another pass."""
+"""Prefixes of the names of ops whose output may differ in another pass."""
 
 
 def _file_names(graph: Any) -> Iterator[str]:
-    """Yields the nodes whose dataset holds the names of the files of a reader."""
+    """Yields the nodes whose dataset contains the file names of a reader."""
     bodies = {f.signature.name: f.node_def for f in graph.library.function}
 
     def reads(nodes: Any) -> bool:

@@ -13,7 +13,7 @@ from distribute_jax.data.sources._base import Source, Stream, length_of, on_host
 
 
 class TorchLoader(Stream):
-    """A ``torch.utils.data.DataLoader``; it shuffles at every start, by its generator."""
+    """A ``torch.utils.data.DataLoader``, which shuffles at every start."""
 
     text = "a PyTorch DataLoader"
     batching = "Pass batch_size=256 to this PyTorch DataLoader, which yields single examples."
@@ -21,11 +21,11 @@ class TorchLoader(Stream):
     def __init__(self, loader: Any, method: str) -> None:
         self._loader = loader
         shares = getattr(getattr(loader, "sampler", None), "num_replicas", 1)
-        # A function that makes the dataset of one of several workers knows which share it reads.
+        # A dataset function gets an InputContext, by which it may shard.
         if shares > jax.process_count() and "function" not in method:
             raise ArgumentError(
                 f"{method} got a DataLoader whose sampler yields 1 of {shares} shares of the examples, and "
-                "nothing reads the others. Leave the DistributedSampler out: the strategy divides each batch."
+                "the others are never read. Remove the DistributedSampler: the strategy divides each batch."
             )
 
     def start(self) -> Iterator[PyTree]:
@@ -46,7 +46,7 @@ def refuse_torch_dataset(dataset: Any, method: str) -> NoReturn:
 
 
 class HuggingFaceTable(Source):
-    """A batched ``datasets.Dataset``: each row is a batch, and rows can be reached by number."""
+    """A batched ``datasets.Dataset``: each row is a batch, and rows have random access."""
 
     text = "a Hugging Face Dataset"
     can_resume = True

@@ -1,4 +1,4 @@
-"""What every source must show, through the strategy that the ``strategy`` fixture gives."""
+"""Checks that every source must pass, under the strategy of the ``strategy`` fixture."""
 
 import warnings
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ import distribute_jax as dj
 @jax.tree_util.register_dataclass
 @dataclass
 class Pair:
-    """A container of the user's own."""
+    """A container that a user registers."""
 
     left: Any
     right: Any
@@ -43,7 +43,7 @@ def epoch_of(dataset: Iterable[Any]) -> list[Any]:
 
 
 def assert_same(got: list[Any], wanted: list[Any]) -> None:
-    """The batches have the structures, dtypes (32 bits for 64) and values that are wanted."""
+    """The batches have the expected structures, dtypes (32 bits for 64) and values."""
     assert len(got) == len(wanted)
     for one, other in zip(got, wanted, strict=True):
         assert jax.tree.structure(one) == jax.tree.structure(other)
@@ -54,7 +54,7 @@ def assert_same(got: list[Any], wanted: list[Any]) -> None:
 
 
 def assert_two_epochs(strategy: dj.Strategy, source: Any, wanted: list[Any]) -> None:
-    """Two epochs of the source give the batches that are wanted, by each policy for the partial one."""
+    """Two epochs yield the expected batches, under each policy for the partial one."""
     dataset = strategy.distribute_dataset(source)
     for _ in range(2):
         assert_same(epoch_of(dataset), wanted)

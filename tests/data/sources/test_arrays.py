@@ -29,7 +29,7 @@ def test_any_nest_of_arrays_keeps_its_structure_dtypes_and_values(strategy):
 
 
 def test_the_order_is_the_same_on_any_number_of_devices_and_new_in_each_epoch(strategy):
-    """Each epoch is all rows once; the numbers are those of seed 3, which no version may change."""
+    """Each epoch has all rows once; no version may change the order of a seed."""
     dataset = strategy.distribute_dataset(
         dj.data.from_arrays(np.arange(10)).shuffle(seed=3).batch(4)
     )
@@ -61,7 +61,7 @@ def numbers(n: int = 5) -> dj.data.ArrayDataset:
     ],
 )
 def test_batch_repeat_and_map_in_either_order(dataset, wanted):
-    """As in tf.data: repeat before batch fills batches across passes, map sees what stands before it."""
+    """As in tf.data: repeat before batch fills batches across passes; map applies to examples or batches."""
     assert rows(dataset) == wanted
     assert len(dataset) == len(wanted)
 
@@ -79,8 +79,8 @@ PIPELINES = {
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_any_place_of_any_epoch_can_be_reached(name):
-    """From (epoch, position) on come exactly the batches that an uninterrupted run gives from there."""
+def test_any_position_of_any_epoch_can_be_reached(name):
+    """From (epoch, position) on, the batches are those of an uninterrupted run."""
     source = find_source(PIPELINES[name])
     assert source.can_resume
     epochs = [rows(source.open(epoch)) for epoch in range(3)]
@@ -91,8 +91,8 @@ def test_any_place_of_any_epoch_can_be_reached(name):
 
 
 @pytest.mark.parametrize("when", ["before batch", "after batch"])
-def test_a_dataset_without_end_reshuffles_at_every_pass_and_seeks(when):
-    """It has no length and says that it is infinite; every pass holds every row."""
+def test_an_endless_dataset_is_reshuffled_in_every_pass_and_resumes(when):
+    """It has no length and is infinite; every pass has every row."""
     dataset = numbers().shuffle(seed=0)
     dataset = dataset.repeat().batch(5) if when == "before batch" else dataset.batch(5).repeat()
     source = find_source(dataset)
@@ -107,7 +107,7 @@ def test_a_dataset_without_end_reshuffles_at_every_pass_and_seeks(when):
         dataset.repeat(2)
 
 
-def test_rows_that_stand_in_one_run_are_not_copied():
+def test_consecutive_rows_are_not_copied():
     """Without shuffling a batch is a view of the user's array."""
     (batch,) = dj.data.from_arrays(X).batch(11)
     assert np.shares_memory(batch, X)
@@ -126,8 +126,8 @@ def test_rows_that_stand_in_one_run_are_not_copied():
     ],
     ids=["lengths", "scalar", "list", "empty", "no leaf", "None", "keys"],
 )
-def test_trees_that_are_no_table_are_refused_by_leaf(tree, told):
-    """Lengths that differ, what has no rows, and no rows at all: each error names the leaf."""
+def test_trees_that_are_not_a_table_are_refused(tree, told):
+    """Different lengths, leaves without rows, and no rows at all: each error names the leaf."""
     with pytest.raises(dj.ArgumentError, match=told):
         dj.data.from_arrays(tree)
 
@@ -138,8 +138,8 @@ def test_trees_that_are_no_table_are_refused_by_leaf(tree, told):
         (lambda d: d.batch(0), r"batch\(size\) must be an integer >= 1; got 0"),
         (lambda d: d.batch(2.5), "batch: size must be an integer; got 2.5"),
         (lambda d: d.batch(True), r"batch\(size\).* got True"),
-        (lambda d: d.batch(8, drop_remainder=True), "would leave nothing of 5"),
-        (lambda d: d.batch(2).batch(2), "batched already"),
+        (lambda d: d.batch(8, drop_remainder=True), "would leave no batch of 5"),
+        (lambda d: d.batch(2).batch(2), "already batched"),
         (lambda d: d.repeat(0), r"repeat\(n\).* got 0"),
         (lambda d: d.shuffle(seed=-1), r"shuffle\(seed\).* got -1"),
         (lambda d: d.shuffle(0), r"shuffle\(buffer_size\).* got 0"),
@@ -155,28 +155,28 @@ def test_trees_that_are_no_table_are_refused_by_leaf(tree, told):
         (lambda d: list(d.map(lambda i: {"a" * int(i): i}).batch(2)), "different structures"),
     ],
 )
-def test_wrong_arguments_say_what_to_pass(call, told):
+def test_wrong_arguments_are_refused(call, told):
     """Each is a ValueError that shows the call."""
     with pytest.raises(ValueError, match=told):
         call(numbers())
 
 
-def test_an_unbatched_dataset_is_refused_where_it_is_distributed(s2):
+def test_distributing_an_unbatched_dataset_is_refused(s2):
     """The message says to batch."""
     with pytest.raises(ValueError, match=r"strategy.distribute_dataset got.*\.batch\(256\)"):
         s2.distribute_dataset(numbers())
 
 
-def test_masked_arrays_are_named_where_they_are_distributed(s2):
-    """They pass from_arrays, where map may fill them, but no further."""
+def test_distributing_masked_arrays_is_refused(s2):
+    """from_arrays accepts them, since map may fill them."""
     masked = np.ma.masked_array([1, 2], [True, False])
     dataset = s2.distribute_dataset(dj.data.from_arrays({"x": masked}).shuffle(seed=0).batch(2))
     with pytest.raises(dj.ArgumentError, match=r"batch\['x'\]"):
         next(iter(dataset))
 
 
-def test_a_number_without_a_name_is_the_size_of_a_buffer_as_in_tf_data():
-    """All examples are in memory, so that any size shuffles all of them; the seed has a name."""
+def test_the_positional_argument_of_shuffle_is_the_buffer_size_as_in_tf_data():
+    """All examples are in memory, so any size shuffles all of them; the seed is keyword-only."""
     orders = [[int(row) for row in numbers(99).shuffle(*size)] for size in ((), (1,), (1000,))]
     assert orders[0] == orders[1] == orders[2] != list(range(99))
     assert orders[0] != [int(row) for row in numbers(99).shuffle(1000, seed=1)]
@@ -193,8 +193,8 @@ def test_a_number_without_a_name_is_the_size_of_a_buffer_as_in_tf_data():
     before=st.booleans(),
     data=st.data(),
 )
-def test_every_row_comes_once_in_a_pass_wherever_it_is_begun(n, size, passes, seed, before, data):
-    """For any lengths, sizes, seeds and repetitions: exact epochs, and the tail from any position."""
+def test_every_row_appears_once_in_a_pass_from_any_position(n, size, passes, seed, before, data):
+    """For any lengths, sizes, seeds and repetitions: complete epochs, and the rest from any position."""
     dataset = numbers(n) if seed is None else numbers(n).shuffle(seed=seed)
     dataset = dataset.repeat(passes).batch(size) if before else dataset.batch(size).repeat(passes)
     source = find_source(dataset)

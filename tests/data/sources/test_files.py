@@ -45,7 +45,7 @@ def test_examples_become_batches_across_files(strategy, three, read):
     assert_same(epoch_of(strategy.distribute_dataset(dropped)), wanted[:2])
 
 
-def test_files_are_divided_in_turn(three):
+def test_files_are_assigned_to_workers_in_turn(three):
     """Acceptance 99: of two workers the first reads files 1 and 3, the second file 2."""
     source = find_source(dj.data.from_files(three, np.load).batch(4))
     assert source.num_files == 3
@@ -56,8 +56,8 @@ def test_files_are_divided_in_turn(three):
 
 
 @pytest.mark.parametrize("buffer_size", [1, 5, 100])
-def test_shuffling_loses_nothing_differs_by_epoch_and_resumes(three, buffer_size):
-    """Each epoch is every example once, in an order of seed and epoch, from any position."""
+def test_shuffling_is_complete_differs_between_epochs_and_resumes(three, buffer_size):
+    """Each epoch has every example once, in an order that depends on seed and epoch, from any position."""
     dataset = dj.data.from_files(three, np.load).shuffle(buffer_size, seed=4).batch(5)
     source = find_source(dataset)
     epochs = [rows(source.open(epoch)) for epoch in range(3)]
@@ -72,7 +72,7 @@ def test_shuffling_loses_nothing_differs_by_epoch_and_resumes(three, buffer_size
 
 
 def test_a_buffer_mixes_examples_of_one_file():
-    """With a buffer of one only files change places; with more, examples do."""
+    """A buffer of one shuffles only files; a larger one shuffles examples."""
     dataset = dj.data.from_files(["a"], lambda path: range(50))
     assert rows(dataset.shuffle(1).batch(50)) == [list(range(50))]
     (mixed,) = rows(dataset.shuffle(8).batch(50))
@@ -80,7 +80,7 @@ def test_a_buffer_mixes_examples_of_one_file():
     assert sorted(mixed) == list(range(50))
 
 
-def test_a_file_is_opened_when_its_examples_are_due(three):
+def test_a_file_is_opened_when_its_examples_are_needed(three):
     """Reading the first batch opens one file, not all."""
     opened = []
 
@@ -113,11 +113,11 @@ def test_a_file_is_opened_when_its_examples_are_due(three):
             lambda: dj.data.from_files(["a"], np.load).shuffle(0),
             r"shuffle\(buffer_size\) must be .* got 0",
         ),
-        (lambda: dj.data.from_files(["a"], np.load).batch(2).shuffle(), "batched already"),
-        (lambda: dj.data.from_files(["a"], np.load).batch(2).batch(2), "batched already"),
+        (lambda: dj.data.from_files(["a"], np.load).batch(2).shuffle(), "already batched"),
+        (lambda: dj.data.from_files(["a"], np.load).batch(2).batch(2), "already batched"),
     ],
 )
-def test_wrong_arguments_say_what_to_pass(call, told):
-    """Each is a ValueError that shows what came and what is taken."""
+def test_wrong_arguments_are_refused(call, told):
+    """Each ValueError shows what was received and what is accepted."""
     with pytest.raises(ValueError, match=told):
         call()

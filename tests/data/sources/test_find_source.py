@@ -1,4 +1,4 @@
-"""How sources are told apart, and what each of them must answer."""
+"""Which source is selected, and what each of them must do."""
 
 import importlib.abc
 import sys
@@ -23,7 +23,7 @@ def test_plain_iterables_keep_structure_order_and_values(strategy):
 
 
 def test_finding_a_source_imports_nothing(monkeypatch):
-    """Where no package was imported, none is asked for."""
+    """No package is imported to find the source."""
     asked = []
 
     class Recorder(importlib.abc.MetaPathFinder):
@@ -41,7 +41,7 @@ def test_finding_a_source_imports_nothing(monkeypatch):
 
 
 def test_messages_name_the_method_that_was_called():
-    """Another method than distribute_dataset can share the finder."""
+    """Other methods than distribute_dataset use the function too."""
     with pytest.raises(dj.ArgumentError, match=r"^strategy\.predict got int 5"):
         find_source(5, "strategy.predict")
     with pytest.raises(dj.ArgumentError, match=r"given to strategy\.predict returned int 5"):
@@ -49,7 +49,7 @@ def test_messages_name_the_method_that_was_called():
 
 
 class _Counted(Stream):
-    """A stream that counts its starts and fails at one batch where told to."""
+    """A stream that counts its starts, and optionally fails at one batch."""
 
     text = "a counted stream"
     starts = 0
@@ -64,7 +64,7 @@ class _Counted(Stream):
 
 
 def test_a_preview_is_the_beginning_of_the_next_epoch():
-    """Looking twice starts once; the next epoch begins with what was seen, and only that one."""
+    """Two previews start the stream once; the next epoch, and only that one, begins with what they read."""
     stream = _Counted()
     assert next(stream.preview()) == 10
     assert list(stream.preview()) == [10, 11]
@@ -74,7 +74,7 @@ def test_a_preview_is_the_beginning_of_the_next_epoch():
 
 
 def test_a_preview_that_fails_is_forgotten():
-    """An error while looking passes through, and the next epoch starts again."""
+    """An error in a preview passes through, and the next epoch starts again."""
     stream = _Counted()
     stream.fails = True
     with pytest.raises(OSError, match="disk"):
@@ -83,7 +83,7 @@ def test_a_preview_that_fails_is_forgotten():
     assert list(stream.open()) == [20, 21]
 
 
-def test_a_one_shot_generator_that_fails_says_that_it_is_used_up(s2):
+def test_after_an_error_a_generator_cannot_be_iterated_again(s2):
     """The error passes through; the next epoch is not a silent empty one."""
 
     def generate():
@@ -99,19 +99,19 @@ def test_a_one_shot_generator_that_fails_says_that_it_is_used_up(s2):
 
 @pytest.mark.parametrize("kind", ["generator", "list iterator", "factory of one generator", "both"])
 def test_one_iterator_is_not_given_to_two_datasets(kind):
-    """Each would get the batches that the other leaves; the message names it and asks for a factory."""
+    """Each would get only some of the batches; the message names the iterator and asks for a factory."""
     iterator = iter([X, X]) if kind == "list iterator" else (x for x in [X, X])
     first = iterator if kind != "factory of one generator" else lambda: iterator
     second = first if kind != "both" else lambda: iterator
     used = find_source(first)
     batches = used.open()
-    with pytest.raises(ValueError, match=r"two distributed datasets[\s\S]*a function that makes"):
+    with pytest.raises(ValueError, match=r"two distributed datasets[\s\S]*a function that returns"):
         find_source(second).open()
     assert len(list(batches)) == 2
 
 
-def test_an_iterator_of_a_dataset_that_is_gone_can_be_used_on():
-    """What nobody reads any more is free, and the id of one that is gone means nothing."""
+def test_an_iterator_can_be_reused_after_its_dataset_was_freed():
+    """A freed reader does not count, nor does the id of a freed iterator."""
     iterator = iter([X, X + 1])
     for expected in (0, 1):
         batches = find_source(iterator).open()
@@ -122,7 +122,7 @@ def test_an_iterator_of_a_dataset_that_is_gone_can_be_used_on():
 
 
 def test_replicas_do_not_share_one_iterator(s2):
-    """A function called for each replica must make the batches of each."""
+    """A function that is called for each replica must return separate batches."""
     shared = (x for x in [X, X])
     options = dj.InputOptions(experimental_replication_mode="per_replica")
     with pytest.raises(ValueError, match="two distributed datasets"):

@@ -45,7 +45,7 @@ def test_batches_keep_structure_order_and_values(strategy, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_resumes_anywhere(kind):
-    """open gives what an uninterrupted epoch gives from there."""
+    """open yields what an uninterrupted epoch yields from there."""
     source = find_source(make(kind))
     whole = [batch["x"][0].tolist() for batch in source.open()]
     assert source.can_resume
@@ -66,8 +66,8 @@ def test_a_map_dataset_is_shuffled_again_in_each_epoch():
     assert source.length == 3
 
 
-def test_missing_elements_are_no_batches():
-    """A filter after batch leaves batches out: the position counts those that are left."""
+def test_filtered_elements_do_not_count_as_batches():
+    """A filter after batch removes batches: the position counts the remaining ones."""
     dataset = grain.MapDataset.range(8).batch(2).filter(lambda batch: batch[0] != 2)
     source = find_source(dataset)
     assert [batch.tolist() for batch in source.open(0, 1)] == [[4, 5], [6, 7]]
@@ -75,7 +75,7 @@ def test_missing_elements_are_no_batches():
     assert source.length is None
 
 
-def test_a_dataset_without_end_says_so():
+def test_an_endless_dataset_is_recognised():
     """repeat() without a number, before batch: infinite, and it can be resumed."""
     source = find_source(grain.MapDataset.range(4).repeat().batch(3))
     assert source.is_infinite
@@ -85,7 +85,7 @@ def test_a_dataset_without_end_says_so():
 
 
 def test_only_a_few_batches_are_read_ahead():
-    """Grain by itself would read 500 ahead: here no more than a handful."""
+    """Grain's default is 500."""
     read = []
     dataset = grain.MapDataset.range(1000).batch(1).map(lambda batch: read.append(1) or batch)
     batches = find_source(dataset).open()
@@ -95,7 +95,7 @@ def test_only_a_few_batches_are_read_ahead():
 
 
 def test_leaving_the_loop_closes_grains_iterator():
-    """Its threads and processes end at once, not when garbage is collected."""
+    """Its threads and processes end at once, not at garbage collection."""
     made, closed = [], []
 
     class Numbers(grain.DatasetIterator):
@@ -124,7 +124,7 @@ def test_leaving_the_loop_closes_grains_iterator():
 
 
 def test_an_unbatched_dataset_says_to_batch(s2):
-    """Grain does not tell its elements' shapes, so the first one does; the message names the kind."""
+    """Grain does not know the shapes of its elements; the message names the kind of the source."""
     examples = grain.MapDataset.range(4)
     loader = grain.DataLoader(data_source=examples, sampler=grain.samplers.SequentialSampler(4))
     for source, remedy in [

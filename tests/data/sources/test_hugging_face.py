@@ -43,13 +43,13 @@ def test_batches_of_a_stream_keep_columns_order_and_values(strategy, form):
 
 
 def test_iter_gives_batches_through_a_function(strategy):
-    """``iter`` is a generator, so a function makes it again for each epoch."""
+    """``iter`` is a generator, so a function creates it for each epoch."""
     formatted = table().with_format("numpy")
     assert_two_epochs(strategy, lambda: formatted.iter(4), cut(TABLE, 4))
 
 
 def test_a_table_resumes_anywhere():
-    """open gives what an uninterrupted epoch gives from there."""
+    """open yields what an uninterrupted epoch yields from there."""
     source = find_source(table().batch(4))
     assert source.length == 3
     assert source.can_resume
@@ -59,7 +59,7 @@ def test_a_table_resumes_anywhere():
 
 
 def test_the_users_choice_of_columns_and_transform_is_kept(s2):
-    """Columns that the format leaves out stay out, also text; a transform gives what it gives."""
+    """Columns that the format leaves out, such as text, stay out; a transform is applied."""
     words = ["a"] * 11
     chosen = table(word=words).batch(4)
     chosen.set_format(columns=["x"])
@@ -77,7 +77,7 @@ def test_the_users_choice_of_columns_and_transform_is_kept(s2):
     ],
     ids=["unbatched", "text"],
 )
-def test_what_no_device_takes_is_refused_by_column(s2, make, message, streamed):
+def test_columns_that_devices_cannot_hold_are_refused(s2, make, message, streamed):
     """Single examples and text, in a table and in a stream."""
     dataset = make().to_iterable_dataset() if streamed else make()
     with pytest.raises(ValueError, match=message):

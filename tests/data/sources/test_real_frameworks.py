@@ -96,8 +96,8 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("mistake", WRONG)
-def test_it_is_answered(mistake: str, s2: dj.MirroredStrategy):
-    """In the text, or in a note below it."""
+def test_the_error_says_what_to_use(mistake: str, s2: dj.MirroredStrategy):
+    """In its text or a note."""
     make, words = WRONG[mistake]
     with pytest.raises((ValueError, TypeError, AttributeError)) as caught:
         make(s2)
@@ -118,7 +118,7 @@ def test_a_schedule_of_keras_sets_the_rate(s2: dj.MirroredStrategy):
     assert history["learning_rate"] == [0.5]
 
 
-def test_tensors_and_reductions_are_taken(s2: dj.MirroredStrategy):
+def test_tensors_and_reductions_are_accepted(s2: dj.MirroredStrategy):
     """Arrays of both frameworks, in one dataset; TensorFlow's reduction of the sums of the replicas."""
     (batch,) = s2.distribute_dataset(
         dj.data.from_arrays((torch.tensor(X), tf.constant(X))).batch(16)

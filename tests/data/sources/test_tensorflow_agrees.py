@@ -121,7 +121,7 @@ def flat(tree: Any) -> tuple[list[float], Any]:
     ("rows", "batch", "replicas"),
     [(9, 2, 2), (11, 5, 2), (10, 8, 4), (7, 3, 4), (13, 6, 3), (3, 1, 2)],
 )
-def test_batches_are_divided_alike(rows: int, batch: int, replicas: int, policy: str):
+def test_batches_are_divided_equally(rows: int, batch: int, replicas: int, policy: str):
     """The examples of each replica, of every batch, by each policy; and those of a dataset function."""
 
     def program(library: Any) -> Any:
@@ -140,8 +140,8 @@ def test_batches_are_divided_alike(rows: int, batch: int, replicas: int, policy:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
-def test_variables_are_written_alike(synchronization: str, aggregation: str, op: str):
-    """By replicas, where 0 is the initial value, since TensorFlow counts that of an ON_READ sum twice."""
+def test_writes_of_variables_agree(synchronization: str, aggregation: str, op: str):
+    """By replicas; the initial value is 0, since TensorFlow counts that of an ON_READ sum twice."""
 
     def program(library: Any) -> Any:
         strategy, enums = library.strategy(2), library.enums
@@ -166,8 +166,8 @@ def test_variables_are_written_alike(synchronization: str, aggregation: str, op:
 
 @pytest.mark.parametrize("name", ["sum", "mean"])
 @pytest.mark.parametrize("axis", [None, 0, -1, (0, 1)])
-def test_replicas_are_reduced_alike(axis: Any, name: str):
-    """Values of equal shapes, and of integers; with an axis also of different lengths."""
+def test_reductions_agree(axis: Any, name: str):
+    """Values of equal shapes, and integers; with an axis also values of different lengths."""
 
     def program(library: Any) -> Any:
         strategy = library.strategy(2)
@@ -210,7 +210,7 @@ def callbacks_of(library: Any) -> Iterator[Any]:
     yield library.callbacks.EarlyStopping("val_loss", patience=3, restore_best_weights=True)
 
 
-def test_callbacks_are_called_alike():
+def test_calls_of_callbacks_agree():
     """The order of the hooks, their numbers and names, with two that change the training."""
 
     def program(library: Any) -> Any:

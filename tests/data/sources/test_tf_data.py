@@ -34,7 +34,7 @@ def test_batches_keep_structure_order_and_values(strategy):
 
 
 def test_bfloat16_keeps_its_dtype(s2):
-    """TensorFlow's and JAX's bfloat16 are one."""
+    """TensorFlow and JAX have the same bfloat16."""
     dataset = numbers(4).map(lambda x: tf.cast(x, tf.bfloat16))
     assert_same(epoch_of(s2.distribute_dataset(dataset)), [jnp.arange(4, dtype=jnp.bfloat16)])
 
@@ -78,7 +78,7 @@ def test_eager_tensors_in_any_iterable_become_arrays(s2):
     ],
     ids=["unbatched", "strings", "ragged", "sparse"],
 )
-def test_what_no_device_takes_is_refused_by_leaf(s2, make, message):
+def test_leaves_that_devices_cannot_hold_are_refused(s2, make, message):
     """Single examples, strings, ragged and sparse tensors, each with what to call on the dataset."""
     with pytest.raises(ValueError, match=message):
         next(iter(s2.distribute_dataset(make())))
@@ -86,7 +86,7 @@ def test_what_no_device_takes_is_refused_by_leaf(s2, make, message):
 
 @pytest.mark.parametrize("name", ["AUTO", "OFF", "FILE", "DATA", "HINT"])
 def test_the_option_of_the_dataset_is_reported(name):
-    """AUTO is what a dataset has that sets none, so it decides nothing."""
+    """AUTO is the default, so it counts as not set."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy[name]
     source = find_source(numbers().with_options(options))
@@ -129,8 +129,8 @@ THE_SAME_IN_EACH_PASS = {
 
 
 @pytest.mark.parametrize("name", THE_SAME_IN_EACH_PASS)
-def test_another_dataset_goes_on_at_the_very_next_batch(s2, name):
-    """As a restarted program makes it: from any batch of the second epoch, to its end."""
+def test_another_dataset_continues_at_the_next_batch(s2, name):
+    """As a restarted program creates it: from any batch of the second epoch to its end."""
     first = s2.distribute_dataset(THE_SAME_IN_EACH_PASS[name]())
     wanted = epoch_of(first)
     iterator = iter(first)
@@ -162,8 +162,8 @@ NOT_THE_SAME = {
 
 
 @pytest.mark.parametrize("name", NOT_THE_SAME)
-def test_what_may_differ_in_another_pass_is_not_resumed(s2, name):
-    """state and restore say what is missing, and the pass itself goes on."""
+def test_datasets_whose_passes_may_differ_are_not_resumed(s2, name):
+    """state and restore say what is missing, and the pass itself continues."""
     tf.random.set_seed(None)
     iterator = iter(s2.distribute_dataset(NOT_THE_SAME[name]()))
     for call in (iterator.state, lambda: iterator.restore({})):
@@ -217,7 +217,7 @@ def test_file_readers_are_found_and_sharded_by_file(three, name):
 
 
 def test_records_are_sharded_too(tmp_path):
-    """TFRecordDataset, the most usual reader; the number of files after the user's own shard."""
+    """TFRecordDataset, the most common reader; the number of files after a shard by the user."""
     paths = [str(tmp_path / f"{i}.tfrecord") for i in range(3)]
     for i, path in enumerate(paths):
         with tf.io.TFRecordWriter(path) as writer:
@@ -231,7 +231,7 @@ def test_records_are_sharded_too(tmp_path):
 
 
 def test_data_in_memory_reads_no_files():
-    """No reader, no files; a generator cannot be told apart by its graph."""
+    """Without a reader there are no files; the graph of a generator does not show what it reads."""
     generated = tf.data.Dataset.from_generator(
         lambda: iter([1]), output_signature=tf.TensorSpec([], tf.int32)
     )

@@ -17,7 +17,7 @@ N = np.arange(11, dtype=np.int32)
 
 
 class Examples(torch.utils.data.Dataset):
-    """Eleven examples; one of them fails where told to."""
+    """Eleven examples, of which one optionally fails."""
 
     fails = False
 
@@ -57,7 +57,7 @@ def test_batches_keep_structure_order_and_values(strategy):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_start_again_for_each_epoch(s2, persistent):
-    """Two worker processes, kept or not, give every batch in every epoch, also after a look."""
+    """Two worker processes, persistent or not, yield every batch in every epoch, also after a preview."""
     options = {
         "num_workers": 2,
         "multiprocessing_context": "spawn",
@@ -69,8 +69,8 @@ def test_workers_start_again_for_each_epoch(s2, persistent):
         assert_same(epoch_of(dataset), cut(np.arange(11), 4))
 
 
-def test_a_sampler_of_shares_that_nobody_reads_is_refused(s2):
-    """As one process of DistributedDataParallel has it; the only share is taken, and that of a worker."""
+def test_a_distributed_sampler_is_refused(s2):
+    """Unless it has a single share, or belongs to a worker's dataset function."""
     whole, part = (torch.utils.data.DistributedSampler(Examples(), n, 0, False) for n in (1, 2))
     assert_two_epochs(s2, loader(Examples(), sampler=whole), cut(TABLE, 4))
     with pytest.raises(dj.ArgumentError, match="1 of 2 shares"):
@@ -88,7 +88,7 @@ def test_an_iterable_dataset_has_no_length(s2):
 
 
 def test_reading_the_spec_does_not_change_the_order_of_shuffling(s2):
-    """A look draws from PyTorch's generator once, for the epoch that follows."""
+    """A preview draws from PyTorch's generator once, for the epoch that follows."""
     make = lambda: s2.distribute_dataset(  # noqa: E731
         loader(torch.arange(8), shuffle=True, generator=torch.Generator().manual_seed(0))
     )
@@ -98,7 +98,7 @@ def test_reading_the_spec_does_not_change_the_order_of_shuffling(s2):
         assert_same(epoch_of(looked), epoch_of(plain))
 
 
-def test_tensors_anywhere_in_a_tree_become_arrays_without_a_copy():
+def test_tensors_in_a_tree_become_arrays_without_a_copy():
     """In lists, dicts and dataclasses of any iterable; the memory is the tensor's."""
     tensor = torch.arange(4)
     batch = {"a": [tensor, None], "b": Pair(tensor.reshape(2, 2).T, np.ones(2))}
@@ -116,7 +116,7 @@ def test_tensors_anywhere_in_a_tree_become_arrays_without_a_copy():
     ],
 )
 def test_every_dtype_keeps_its_name_and_values(name):
-    """Also those that NumPy has from JAX alone; a tensor that needs gradients gives its values."""
+    """Also dtypes that NumPy has only from ml_dtypes; a tensor that requires gradients is read too."""
     tensor = torch.tensor([[0, 1], [1, 1]]).to(getattr(torch, name))
     array = on_host(tensor)
     assert array.dtype.name == name
@@ -155,7 +155,7 @@ def test_a_loader_that_does_not_batch_says_to_batch(s2):
 
 
 def test_one_started_loader_is_not_given_to_two_datasets(s2):
-    """Its iterator is used up once, so the loader itself is asked for."""
+    """Its iterator is consumed once; the message asks for the loader itself."""
     started = iter(loader(Examples()))
     dataset = s2.distribute_dataset(started)
     with pytest.raises(ValueError, match="two distributed datasets"):
@@ -176,7 +176,7 @@ def test_an_error_midway_passes_through_and_the_next_epoch_works(s2):
     assert_same(epoch_of(dataset), cut(TABLE, 4))
 
 
-def test_fit_takes_tensors_that_numpy_itself_refuses(s2):
+def test_fit_accepts_tensors_that_numpy_refuses(s2):
     """Those that require gradients and those of bfloat16 are the same numbers; sparse ones are refused."""
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     model = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
