@@ -1,8 +1,8 @@
 """Keras's losses, exact over the global batch for any number of replicas.
 
-``Loss`` reduces one loss for each example to this replica's part of one number; ``_regression`` and
-``_crossentropy`` hold Keras's formulas and their classes; ``get`` finds a loss by its name, or makes one
-of a function.
+``Loss`` reduces one loss for each example to this replica's part of one number. ``_regression`` and
+``_crossentropy`` contain Keras's formulas and their classes. ``get`` returns a loss for a name or a
+function.
 """
 
 from distribute_jax._lazy import public_names, publish

@@ -1,4 +1,4 @@
-"""Cross-entropy losses: binary, over classes with one-hot labels, and over classes with class numbers."""
+"""Cross-entropy losses: for two classes, for one-hot labels, and for class numbers."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def binary_crossentropy(
 
     Args:
         y_true: 0 or 1, or probabilities, shape (batch, ...).
-        y_pred: probabilities of that shape, cut to 1e-7 ... 1 - 1e-7; or logits.
-        from_logits: whether predictions are logits, of which ``p`` is the sigmoid; then no number is cut.
+        y_pred: probabilities of that shape, clipped to 1e-7 ... 1 - 1e-7; or logits.
+        from_logits: whether predictions are logits, of which ``p`` is the sigmoid; then nothing is clipped.
         label_smoothing: 0 to 1: labels move towards 0.5 by half of it.
         axis: the dim of the mean.
 
@@ -69,16 +69,16 @@ def binary_focal_crossentropy(
     label_smoothing: float = 0.0,
     axis: int = -1,
 ) -> jax.Array:
-    """Returns ``binary_crossentropy`` with examples weighted down the better they are predicted.
+    """Returns ``binary_crossentropy`` in which well predicted examples have small weights.
 
-    Each term is multiplied by ``(1 - p_t) ** gamma``, with ``p_t`` the probability of the right answer.
+    Each term is multiplied by ``(1 - p_t) ** gamma``, where ``p_t`` is the probability of the true label.
 
     Args:
         y_true: 0 or 1, shape (batch, ...).
         y_pred: probabilities or logits of that shape.
         apply_class_balancing: whether ones are also multiplied by alpha, and zeros by 1 - alpha.
         alpha: the weight of ones.
-        gamma: how strongly well predicted examples are weighted down; 0 for not at all.
+        gamma: how strongly well predicted examples are down-weighted; 0 for not at all.
         from_logits: whether predictions are logits.
         label_smoothing: 0 to 1: labels move towards 0.5 by half of it.
         axis: the dim of the mean.
@@ -87,8 +87,8 @@ def binary_focal_crossentropy(
     labels, predicted, axis = _two_classes(name, y_true, y_pred, label_smoothing, axis)
     if from_logits:
         predicted = jax.nn.sigmoid(predicted)
-    right = labels * predicted + (1.0 - labels) * (1.0 - predicted)
-    losses = (1.0 - right) ** gamma * _crossentropy(labels, predicted)
+    p_t = labels * predicted + (1.0 - labels) * (1.0 - predicted)
+    losses = (1.0 - p_t) ** gamma * _crossentropy(labels, predicted)
     if apply_class_balancing:
         losses = losses * (labels * alpha + (1.0 - labels) * (1.0 - alpha))
     return jnp.mean(losses, axis=axis)
@@ -148,8 +148,8 @@ class BinaryFocalCrossentropy(FormulaLoss):
 
 
 _ONE_HOT = (
-    "It takes one-hot labels of the shape of the predictions. Labels that are class numbers go with "
-    "dj.losses.SparseCategoricalCrossentropy, two classes with dj.losses.BinaryCrossentropy."
+    "It takes one-hot labels of the shape of the predictions. For class numbers use "
+    "dj.losses.SparseCategoricalCrossentropy, for two classes dj.losses.BinaryCrossentropy."
 )
 
 
@@ -164,8 +164,9 @@ def categorical_crossentropy(
 
     Args:
         y_true: one-hot labels, or probabilities, shape (batch, ..., classes).
-        y_pred: probabilities of that shape, divided by their sum and cut to 1e-7 ... 1 - 1e-7; or logits.
-        from_logits: whether predictions are logits, of which ``p`` is the softmax; then no number is cut.
+        y_pred: probabilities of that shape, divided by their sum and clipped to 1e-7 ... 1 - 1e-7; or
+            logits.
+        from_logits: whether predictions are logits, of which ``p`` is the softmax; then nothing is clipped.
         label_smoothing: 0 to 1: this much of each label is spread equally over all classes.
         axis: the dim of the classes.
 
@@ -204,7 +205,7 @@ def categorical_focal_crossentropy(
         y_true: one-hot labels, shape (batch, ..., classes).
         y_pred: probabilities or logits of that shape.
         alpha: the weight of the loss, a number, or one for each class.
-        gamma: how strongly well predicted examples are weighted down; 0 for not at all.
+        gamma: how strongly well predicted examples are down-weighted; 0 for not at all.
         from_logits: whether predictions are logits.
         label_smoothing: 0 to 1: this much of each label is spread equally over all classes.
         axis: the dim of the classes.
@@ -214,9 +215,9 @@ def categorical_focal_crossentropy(
     if from_logits:
         predicted = jax.nn.softmax(predicted, axis=axis)
     p = clipped(predicted / jnp.sum(predicted, axis=axis, keepdims=True))
-    of_class = real_array(name, "alpha", alpha).astype(p.dtype)
+    class_weights = real_array(name, "alpha", alpha).astype(p.dtype)
     with converting(f"{name}: alpha", alpha, "a number, or one for each class"):
-        weights = of_class * (1.0 - p) ** gamma
+        weights = class_weights * (1.0 - p) ** gamma
     return -jnp.sum(weights * labels * jnp.log(p), axis=axis)
 
 
@@ -272,8 +273,8 @@ class CategoricalFocalCrossentropy(FormulaLoss):
 
 
 _CLASS_NUMBERS = (
-    "It takes class numbers, of the shape of the predictions without the classes. One-hot labels go "
-    "with dj.losses.CategoricalCrossentropy."
+    "It takes class numbers, of the shape of the predictions without the classes. For one-hot labels use "
+    "dj.losses.CategoricalCrossentropy."
 )
 
 
@@ -284,14 +285,14 @@ def sparse_categorical_crossentropy(
     ignore_class: int | None = None,
     axis: int = -1,
 ) -> jax.Array:
-    """Returns ``-log(p)`` of the right class.
+    """Returns ``-log(p)`` of the true class.
 
     Args:
         y_true: class numbers, shape (batch, ...) or (batch, ..., 1).
-        y_pred: probabilities, shape (batch, ..., classes), divided by their sum and cut to 1e-7 ...
+        y_pred: probabilities, shape (batch, ..., classes), divided by their sum and clipped to 1e-7 ...
             1 - 1e-7; or logits.
-        from_logits: whether predictions are logits, of which ``p`` is the softmax; then no number is cut.
-        ignore_class: a class number whose examples have no loss, as -1 or 255 for unknown pixels.
+        from_logits: whether predictions are logits, of which ``p`` is the softmax; then nothing is clipped.
+        ignore_class: a class number whose examples have no loss, such as -1 or 255 for unknown pixels.
         axis: the dim of the classes.
 
     Returns:
@@ -317,27 +318,27 @@ def sparse_categorical_crossentropy(
     axis = checked_axis(name, axis, predicted.ndim)
     counted = None if ignore_class is None else labels != ignore_class
     if counted is not None:
-        # Before the logarithm, so that an ignored row of zeros or NaN has no gradient of NaN either.
+        # Before the logarithm, so that the gradient of an ignored row of zeros or NaN is not NaN.
         predicted = jnp.where(jnp.expand_dims(counted, axis), predicted, 1.0)
         labels = jnp.where(counted, labels, 0)
     classes = predicted.shape[axis]
-    place = jnp.expand_dims(jnp.clip(labels, 0, classes - 1), axis)
+    indices = jnp.expand_dims(jnp.clip(labels, 0, classes - 1), axis)
     logs = log_probabilities(predicted, axis, from_logits)
-    losses = -jnp.take_along_axis(logs, place, axis=axis).squeeze(axis)
+    losses = -jnp.take_along_axis(logs, indices, axis=axis).squeeze(axis)
     losses = jnp.where((labels >= 0) & (labels < classes), losses, jnp.nan)
     return losses if counted is None else jnp.where(counted, losses, 0)
 
 
 def class_numbers(name: str, y_true: Any, predicted: jax.Array, axis: int) -> jax.Array:
-    """Makes integers of labels, of the shape of the predictions without the classes."""
+    """Returns labels as integers of the shape of the predictions without the classes."""
     labels = real_array(name, "y_true", y_true)
     if predicted.ndim < 2:
         raise mismatch(name, labels.shape, predicted.shape, _CLASS_NUMBERS)
     axis = checked_axis(name, axis, predicted.ndim)
-    wanted = predicted.shape[:axis] + predicted.shape[axis + 1 :]
-    if labels.shape == (*wanted, 1):
+    expected = predicted.shape[:axis] + predicted.shape[axis + 1 :]
+    if labels.shape == (*expected, 1):
         labels = labels[..., 0]
-    if labels.shape != wanted:
+    if labels.shape != expected:
         raise mismatch(name, labels.shape, predicted.shape, _CLASS_NUMBERS)
     return labels.astype(jnp.int32)
 

@@ -1,4 +1,4 @@
-"""``get``: a loss by its name, from a function, or a ``Loss`` as it is."""
+"""``get``: the loss for a name, a function or a class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distribute_jax.losses._loss import FormulaLoss, Loss, one_for_each
 from distribute_jax.losses._shapes import same_rank
 
 CLASSES: tuple[type[FormulaLoss], ...] = tuple(FormulaLoss.__subclasses__())
-"""Those of ``_crossentropy`` and ``_regression``, which are loaded."""
+"""The classes of ``_crossentropy`` and ``_regression``, which were imported above."""
 
 _BY_CLASS_NAME = {cls.__name__: cls for cls in CLASSES}
 _BY_FORMULA_NAME = {cls.formula.__name__: cls for cls in CLASSES}
@@ -33,7 +33,7 @@ _SHORT = {
     "msle": _regression.MeanSquaredLogarithmicError,
 }
 BY_NAME = _BY_FORMULA_NAME | _SHORT | {name.upper(): cls for name, cls in _SHORT.items()}
-"""Keras's strings, each of which is also the name of the loss that it makes."""
+"""Keras's strings, each of which becomes the name of the loss."""
 
 
 def get(identifier: Any) -> Loss:
@@ -41,10 +41,13 @@ def get(identifier: Any) -> Loss:
 
     Args:
         identifier: a ``Loss``; Keras's name of a function or a class, with Keras's defaults, so that
-            predictions are probabilities; or a function with one loss for each example. The names of
-            a function's parameters tell labels (``y_true``, ``targets``, ``labels``) from predictions
-            (``y_pred``, ``predictions``, ``logits``); where they do not, optax's functions take
-            predictions first, and all others labels first, as in Keras.
+            predictions are probabilities; or a function that returns one loss for each example. Labels
+            and predictions are recognised by the names of its parameters (``y_true``, ``targets``,
+            ``labels``; ``y_pred``, ``predictions``, ``logits``); with other names, optax's functions
+            take predictions first, and all others labels first, as in Keras.
+
+    Returns:
+        The loss; a ``Loss`` is returned as it is.
 
     Raises:
         ValueError: there is no such loss, or a function does not take two arguments. A function that
@@ -68,26 +71,26 @@ def get(identifier: Any) -> Loss:
     for cls in CLASSES:
         if identifier is cls.formula:
             return cls()
-    elsewhere = is_foreign(identifier) and describe_foreign(identifier)
+    is_other_framework = is_foreign(identifier) and describe_foreign(identifier)
     if is_function(identifier) and not (
-        elsewhere or isinstance(identifier, (type, nnx.metrics.Metric))
+        is_other_framework or isinstance(identifier, (type, nnx.metrics.Metric))
     ):
         return FunctionLoss(identifier)
     raise ArgumentError(
         f"{brief(identifier)} is not a loss. Pass an object of dj.losses, a function of (y_true, y_pred) "
-        'with one loss for each example, or a name, as "mse".'
+        'that returns one loss for each example, or a name such as "mse".'
     )
 
 
 def from_name(name: str, **options: Any) -> Loss:
-    """Makes the loss that Keras calls so, with options of its class."""
+    """Returns the loss of a name in Keras, with options of its class."""
     if name in BY_NAME:
         return BY_NAME[name](name=name, **options)
     if name in _BY_CLASS_NAME:
         return _BY_CLASS_NAME[name](**options)
     raise ArgumentError(
-        f"{not_a_name('a loss', name, BY_NAME)} Or pass a function of (y_true, y_pred) with one loss for "
-        "each example."
+        f"{not_a_name('a loss', name, BY_NAME)} Or pass a function of (y_true, y_pred) that returns one loss "
+        "for each example."
     )
 
 
@@ -99,18 +102,18 @@ PREDICTIONS = (
 
 
 class FunctionLoss(Loss):
-    """A function of labels and predictions; ``what`` it is to the user is for messages."""
+    """A loss that calls a user's function; messages call it ``what``."""
 
     def __init__(self, function: Callable[..., Any], what: str = "loss") -> None:
         super().__init__(_function_name(function) or what)
         self.function = function
-        of_optax = optax.softmax_cross_entropy_with_integer_labels
-        self.takes_class_numbers = _unwrapped(function) is of_optax
+        sparse = optax.softmax_cross_entropy_with_integer_labels
+        self.takes_class_numbers = _unwrapped(function) is sparse
         self._what = f"The {what}" if self.name == what else f"The {what} {self.name}"
         self._call, self.from_logits = ordered(function, self._what)
 
     def call(self, y_true: Any, y_pred: Any) -> jax.Array:
-        """Calls the function, with a last dim of 1 that only one of the two has added or removed."""
+        """Calls the function, after adding or removing a last dim of 1 that only one argument has."""
         if hasattr(y_true, "ndim") and hasattr(y_pred, "ndim"):
             y_true, y_pred = same_rank(y_true, y_pred)
         try:
@@ -132,21 +135,20 @@ class FunctionLoss(Loss):
 
 
 def ordered(function: Callable[..., Any], what: str) -> tuple[Callable[[Any, Any], Any], bool]:
-    """Returns a function of (y_true, y_pred), and whether its predictions are called logits.
+    """Returns a function of (y_true, y_pred), and whether its parameter for predictions is ``logits``.
 
-    The names of the parameters decide. Where they do not, optax's functions take predictions
-    first, and all others labels first, as Keras does.
+    The order of its parameters follows from their names, as ``get`` describes.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        parameters = []  # written in C: nothing is known of it
+        parameters = []  # a function in C without a signature
     first, second, *others = (*(p.name for p in parameters), "", "")
     if not takes(function, None, None) or {*others} & {*LABELS, *PREDICTIONS}:
         signature = ", ".join(map(str, parameters))
         raise ArgumentError(
-            f"{what} takes ({signature}). It is called with labels and predictions and nothing else: write "
-            "lambda y_true, y_pred: ..., or fill the other arguments in with functools.partial."
+            f"{what} takes ({signature}). It is called only with labels and predictions: write "
+            "lambda y_true, y_pred: ..., or bind the other arguments with functools.partial."
         )
     predicted_first = first in PREDICTIONS or second in LABELS
     if not predicted_first and first not in LABELS and second not in PREDICTIONS:
@@ -168,7 +170,7 @@ def _unwrapped(function: Any) -> Any:
 
 
 def _function_name(function: Any) -> str:
-    """Returns the name under which a function is reported, empty for a lambda."""
+    """Returns the name of a function in reports; empty for a lambda."""
     inner = _unwrapped(function)
     name = getattr(inner, "__name__", None) or type(inner).__name__
     return "" if name == "<lambda>" else str(name)

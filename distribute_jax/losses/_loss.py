@@ -1,4 +1,4 @@
-"""``Loss``: one loss for each example, and its reduction over the global batch, exact to the last one."""
+"""``Loss``: one loss for each example, and its exact reduction over the global batch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from distribute_jax.strategies import get_replica_context
 
 
 class Loss:
-    """The base of losses. Called inside ``run``, a loss returns this replica's part of its value.
+    """The base class of losses. Called inside ``run``, a loss returns this replica's part of its value.
 
     The parts of all replicas add up to the value on one device for the real examples of the global
     batch, and their gradients to the gradient on one device. The padding of a partial batch does not
-    count, whatever it holds.
+    count, whatever it contains.
 
     A loss of your own defines ``call(y_true, y_pred)``, which returns one loss for each example.
 
@@ -36,7 +36,7 @@ class Loss:
             of the weights; ``"sum"``; ``"none"`` or None: the weighted losses themselves, shape
             (batch, ...), 0 in the padding.
         dtype: the floating dtype that predictions are converted to. By default float32, or theirs
-            where that is wider, so that losses of bfloat16 outputs are exact to float32.
+            if that is wider, so that losses of bfloat16 outputs have the precision of float32.
 
     Raises:
         ValueError: there is no such reduction; when called, shapes that do not match.
@@ -57,11 +57,11 @@ class Loss:
     """
 
     from_logits: bool = False
-    """Whether predictions are logits, where a loss has the choice."""
+    """True if predictions are logits; False for losses that have no such option."""
     takes_class_numbers: bool = False
-    """Whether labels are class numbers, which must be among the classes."""
+    """True if labels are class numbers, which must be among the classes."""
     _expects: ClassVar[str | None] = None
-    """What the predictions are if they are not logits; see ``expects``."""
+    """What predictions are if they are not logits; see ``expects``."""
 
     if not TYPE_CHECKING:
         __getattr__ = getattr_with_hints("dj.losses.Loss")
@@ -93,7 +93,7 @@ class Loss:
 
     @promoting
     def per_example(self, y_true: Any, y_pred: Any) -> jax.Array:
-        """Returns the losses before weights and reduction.
+        """Returns the losses before weighting and reduction.
 
         Args:
             y_true: labels, dim 0 the batch; per replica.
@@ -142,7 +142,7 @@ class Loss:
         return _marked(part, replica)
 
     def _counted(self, y_true: Any, losses: jax.Array) -> jax.Array | None:
-        """Returns which losses count in a mean, bools of their shape; None where all do."""
+        """Returns a mask of the losses that count in a mean; None if all do."""
         return None
 
     def _converted(self, leaf: Any) -> Any:
@@ -156,7 +156,7 @@ class Loss:
 
 
 class FormulaLoss(Loss):
-    """A loss that is a formula; a subclass with options is a dataclass of them, in Keras's order."""
+    """A loss that calls a function; a subclass with options is a dataclass of them, in Keras's order."""
 
     formula: ClassVar[Callable[..., jax.Array]]
     """Takes y_true, y_pred and the options, and returns one loss for each example."""
@@ -174,14 +174,14 @@ class FormulaLoss(Loss):
         check_smoothing(type(self).__name__, getattr(self, "label_smoothing", 0))
 
     def call(self, y_true: Any, y_pred: Any) -> jax.Array:
-        """Returns one loss for each example, as ``Loss.call`` says."""
+        """Returns one loss for each example; see ``Loss.call``."""
         fields = getattr(type(self), "__dataclass_fields__", {}).keys()
         options = {name: getattr(self, name) for name in fields - {"reduction", "name", "dtype"}}
         return type(self).formula(y_true, y_pred, **options)
 
 
 def one_for_each(what: str, losses: Any, y_pred: Any) -> jax.Array:
-    """Checks that there is one loss, or one array of losses, for each example."""
+    """Returns losses as a floating array; raises unless there is one, or one array, for each example."""
     shape = getattr(losses, "shape", None)
     if shape is None:
         raise ArgumentError(
@@ -190,9 +190,9 @@ def one_for_each(what: str, losses: Any, y_pred: Any) -> jax.Array:
         )
     if shape == ():
         raise ArgumentError(
-            f"{what} returned one number for the whole batch. No replica knows the whole batch, so it "
+            f"{what} returned one number for the whole batch. No replica has the whole batch, so it "
             "cannot be exact: return one number for each example, without the mean or the sum over "
-            "dim 0; the mean over the global batch is taken for you."
+            "dim 0; the library takes the mean over the global batch."
         )
     rows = [leaf.shape[0] for leaf in jax.tree.leaves(y_pred) if getattr(leaf, "shape", ())]
     if rows and shape[0] != rows[0]:
@@ -219,7 +219,7 @@ def check_smoothing(name: str, label_smoothing: Any) -> None:
 
 
 REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum", "none", None)
-"""Keras's names; the first two mean the same, as do the last two."""
+"""Keras's names; the first two are equivalent, as are the last two."""
 
 
 def _weights(name: str, sample_weight: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -228,7 +228,7 @@ def _weights(name: str, sample_weight: Any, shape: tuple[int, ...], dtype: Any) 
 
 
 def _kept(terms: jax.Array, keep: jax.Array | None) -> jax.Array:
-    """Leaves terms out; ``where`` rather than ``*``, since NaN times 0 is NaN."""
+    """Sets terms that do not count to 0, by ``where`` rather than ``*``, since NaN times 0 is NaN."""
     return terms if keep is None else jnp.where(keep, terms, 0)
 
 
@@ -243,13 +243,13 @@ def _over_sum(
     keep: jax.Array | None,
     replica: Any,
 ) -> jax.Array:
-    """Divides by the sum of the weights of all replicas; where that is 0 the part is 0."""
+    """Divides by the sum of the weights of all replicas; returns 0 if that is 0."""
     divisor = replica.all_reduce("sum", jnp.sum(_kept(jnp.broadcast_to(weights, shape), keep)))
     return jnp.where(divisor == 0, 0, total / jnp.where(divisor == 0, 1, divisor))
 
 
 def _replica_context(name: str) -> Any:
-    """Returns the replica context for a function of this name, which has no meaning elsewhere."""
+    """Returns the current replica context; raises in cross-replica context."""
     replica = get_replica_context()
     if replica is None:
         raise ContextError(
@@ -295,7 +295,7 @@ def compute_average_loss(
         A scalar, per replica.
 
     Raises:
-        ValueError: the loss is a scalar already, its dim 0 is not the batch, the weights do not fit it,
+        ValueError: the loss is already a scalar, its dim 0 is not the batch, the weights do not fit it,
             the batch size is not above 0, or it is divided by weights that are not passed.
         RuntimeError: called in cross-replica context.
 
@@ -313,8 +313,8 @@ def compute_average_loss(
     losses = real_array(_NAME, "per_example_loss", per_example_loss)
     if losses.ndim == 0:
         raise ArgumentError(
-            "compute_average_loss got a scalar. It needs one loss for each example, since only then "
-            "can it divide by the examples of the global batch: leave the mean out of the loss."
+            "compute_average_loss got a scalar. It needs one loss for each example, which it divides by "
+            "the number of examples of the global batch: leave the mean out of the loss."
         )
     by_weights = _divides_by_weights(divide_by, sample_weight, global_batch_size)
     keep = real_mask(_NAME, "losses", losses.shape, replica)
@@ -338,13 +338,13 @@ def compute_average_loss(
         is_share = isinstance(global_batch_size, int) and global_batch_size == rows
         replica.divides_by_share = is_share and replicas > 1
     if isinstance(global_batch_size, int):
-        global_batch_size = float(global_batch_size)  # which may be more than an int32 holds
+        global_batch_size = float(global_batch_size)  # it may exceed an int32
     return jnp.divide(total, global_batch_size)
 
 
 _SQUARE = (
-    "compute_average_loss got losses of shape %s, as many as there are pairs of examples. If that is because "
-    "labels have shape (n,) and predictions (n, 1), compare predictions[:, 0]."
+    "compute_average_loss got losses of shape %s, one for each pair of examples. If labels have shape (n,) and "
+    "predictions (n, 1), they were broadcast: compare predictions[:, 0]."
 )
 
 
@@ -363,7 +363,7 @@ def scale_regularization_loss(regularization_loss: jax.Array) -> jax.Array:
     """Returns this replica's part of a loss that does not depend on the batch.
 
     Args:
-        regularization_loss: a loss such as a penalty on the weights, summed to a scalar here.
+        regularization_loss: a loss such as a penalty on the weights; an array is summed.
 
     Returns:
         The scalar divided by the number of replicas, so that the sum over them is the loss.

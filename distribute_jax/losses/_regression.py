@@ -1,4 +1,4 @@
-"""Losses of numbers: regression, divergences of distributions, and hinge losses."""
+"""Regression losses, divergences of distributions, and hinge losses."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def mean_squared_error(y_true: Any, y_pred: Any) -> jax.Array:
         y_pred: predictions of the same shape; a last dim of 1 may be missing in one of the two.
 
     Returns:
-        Shape (batch, ...) without the last dim; (batch,) also where that was the shape, for which
-        Keras returns a scalar.
+        Shape (batch, ...) without the last dim; arrays of shape (batch,), for which Keras returns a
+        scalar, keep their shape.
 
     Raises:
         ValueError: the shapes do not match. Nothing is broadcast.
@@ -50,8 +50,8 @@ def mean_absolute_percentage_error(y_true: Any, y_pred: Any) -> jax.Array:
     The divisor is at least 1e-7 in size. Shapes as ``mean_squared_error``.
     """
     labels, predicted = pair("mean_absolute_percentage_error", y_true, y_pred)
-    share = jnp.abs((labels - predicted) / jnp.maximum(jnp.abs(labels), EPSILON))
-    return 100.0 * jnp.mean(share, axis=-1)
+    relative = jnp.abs((labels - predicted) / jnp.maximum(jnp.abs(labels), EPSILON))
+    return 100.0 * jnp.mean(relative, axis=-1)
 
 
 def mean_squared_logarithmic_error(y_true: Any, y_pred: Any) -> jax.Array:
@@ -79,18 +79,18 @@ def cosine_similarity(y_true: Any, y_pred: Any, axis: int = -1) -> jax.Array:
 
 
 def _normalized(vectors: jax.Array, axis: int) -> jax.Array:
-    # The larger of the two inside the root: the gradient for a vector of zeros is a number.
+    # The maximum is inside the root, so that the gradient for a vector of zeros is not NaN.
     squares = jnp.sum(jnp.square(vectors), axis=axis, keepdims=True)
     return vectors * jax.lax.rsqrt(jnp.maximum(squares, EPSILON**2))
 
 
 def huber(y_true: Any, y_pred: Any, delta: float = 1.0) -> jax.Array:
-    """Returns the mean over the last axis of half the squared error, which beyond ``delta`` is a line.
+    """Returns the mean over the last axis of half the squared error, which is linear beyond ``delta``.
 
     Args:
         y_true: labels, shape (batch, ...).
         y_pred: predictions of the same shape.
-        delta: from which error on the loss is a line.
+        delta: the error beyond which the loss is linear.
     """
     labels, predicted = pair("huber", y_true, y_pred)
     return jnp.mean(
@@ -157,7 +157,7 @@ class Huber(FormulaLoss):
 
 
 def kl_divergence(y_true: Any, y_pred: Any) -> jax.Array:
-    """Returns ``sum(y_true * log(y_true / y_pred))`` over the last axis, both cut to 1e-7 ... 1."""
+    """Returns ``sum(y_true * log(y_true / y_pred))`` over the last axis, both clipped to 1e-7 ... 1."""
     labels, predicted = pair("kl_divergence", y_true, y_pred)
     labels, predicted = jnp.clip(labels, EPSILON, 1), jnp.clip(predicted, EPSILON, 1)
     return jnp.sum(labels * jnp.log(labels / predicted), axis=-1)
@@ -185,8 +185,8 @@ class Poisson(FormulaLoss):
 def hinge(y_true: Any, y_pred: Any) -> jax.Array:
     """Returns ``mean(max(1 - y_true * y_pred, 0))`` over the last axis, for labels -1 and 1, or 0 and 1.
 
-    Every 0 counts as -1, whatever the labels of other examples are, so that the loss of an example
-    does not depend on its batch; Keras looks at the whole batch. Shapes as ``mean_squared_error``.
+    Every label 0 counts as -1, so that the loss of an example does not depend on its batch; Keras
+    converts labels only if all of the batch are 0 or 1. Shapes as ``mean_squared_error``.
     """
     return jnp.mean(_margins("hinge", y_true, y_pred), axis=-1)
 
@@ -205,12 +205,12 @@ def _margins(name: str, y_true: Any, y_pred: Any) -> jax.Array:
 def categorical_hinge(y_true: Any, y_pred: Any) -> jax.Array:
     """Returns ``max(neg - pos + 1, 0)`` for one-hot labels, shape (batch, ..., classes).
 
-    ``pos`` is the prediction of the right class, ``neg`` the largest of the others, at least 0.
+    ``pos`` is the prediction of the true class, ``neg`` the largest of the others, at least 0.
     """
     labels, predicted = pair("categorical_hinge", y_true, y_pred)
-    right = jnp.sum(labels * predicted, axis=-1)
-    wrong = jnp.max((1.0 - labels) * predicted, axis=-1)
-    return jnp.maximum(wrong - right + 1.0, 0.0)
+    pos = jnp.sum(labels * predicted, axis=-1)
+    neg = jnp.max((1.0 - labels) * predicted, axis=-1)
+    return jnp.maximum(neg - pos + 1.0, 0.0)
 
 
 class Hinge(FormulaLoss):

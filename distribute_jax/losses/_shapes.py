@@ -14,10 +14,10 @@ from distribute_jax.losses._loss import Loss
 
 
 def pair(name: str, y_true: Any, y_pred: Any, hint: str = "") -> tuple[jax.Array, jax.Array]:
-    """Makes arrays of equal shape and dtype of labels and predictions.
+    """Returns labels and predictions as arrays of equal shape and dtype.
 
-    A dim of 1 at the end that only one of them has is added or removed, as Keras does. Two arrays of
-    shape (batch,) become (batch, 1), so that the mean over the last axis leaves the batch.
+    A last dim of 1 that only one of them has is added or removed, as in Keras. Two arrays of shape
+    (batch,) become (batch, 1), so that a mean over the last axis keeps the batch.
     """
     predicted = predictions(name, y_pred)
     labels = real_array(name, "y_true", y_true).astype(predicted.dtype)
@@ -31,7 +31,7 @@ def pair(name: str, y_true: Any, y_pred: Any, hint: str = "") -> tuple[jax.Array
 
 
 def predictions(name: str, y_pred: Any) -> jax.Array:
-    """Makes a floating array of the predictions, with at least the dim of the batch."""
+    """Returns predictions as a floating array; raises if they have no batch dim."""
     predicted = real_array(name, "y_pred", y_pred)
     if predicted.ndim == 0:
         raise ArgumentError(
@@ -44,7 +44,7 @@ def predictions(name: str, y_pred: Any) -> jax.Array:
 
 
 def same_rank(labels: jax.Array, predicted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Adds or removes a last dim of 1 where one of the two has a dim more, as Keras does."""
+    """Adds or removes a last dim of 1 if one of the two has one dim more, as in Keras."""
     if labels.ndim == predicted.ndim + 1 and labels.shape[-1] == 1:
         if predicted.ndim == 1:
             return labels, predicted[:, None]
@@ -57,7 +57,7 @@ def same_rank(labels: jax.Array, predicted: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def checked_axis(name: str, axis: Any, ndim: int) -> int:
-    """Returns an axis counted from 0; which must not be the batch."""
+    """Returns a non-negative axis; raises if it is out of range or the batch."""
     is_int = isinstance(axis, (int, np.integer)) and not isinstance(axis, bool)
     if not is_int or not -ndim <= axis < ndim or axis % ndim == 0:
         raise ArgumentError(
@@ -68,40 +68,40 @@ def checked_axis(name: str, axis: Any, ndim: int) -> int:
 
 
 def mismatch(name: str, true: Any, predicted: Any, hint: str) -> ArgumentError:
-    """Returns which shapes do not go together, and what to type."""
+    """Returns the error for labels and predictions whose shapes do not match."""
     return ArgumentError(
         f"{name} got y_true of shape {tuple(true)} and y_pred of shape {tuple(predicted)}. {hint}"
     )
 
 
 EPSILON = 1e-7
-"""Keras's epsilon, which keeps divisors and logarithms away from 0."""
+"""Keras's epsilon, which keeps divisors and arguments of logarithms away from 0."""
 
 
 def clipped(probabilities: jax.Array) -> jax.Array:
-    """Cuts probabilities to 1e-7 ... 1 - 1e-7, or to what a narrower dtype can tell from 0 and 1."""
+    """Clips probabilities to 1e-7 ... 1 - 1e-7, or to what a narrower dtype can distinguish from 0 and 1."""
     finfo: Any = jnp.finfo
     epsilon = max(EPSILON, float(finfo(probabilities.dtype).epsneg))
     return jnp.clip(probabilities, epsilon, 1.0 - epsilon)
 
 
 def log_probabilities(predicted: jax.Array, axis: int, from_logits: bool) -> jax.Array:
-    """Returns the logarithms of probabilities that sum to 1 over an axis."""
+    """Returns the logarithms of probabilities, normalised over an axis."""
     if from_logits:
         return jax.nn.log_softmax(predicted, axis=axis)
     return jnp.log(clipped(predicted / jnp.sum(predicted, axis=axis, keepdims=True)))
 
 
 TOLERANCE = 1e-3
-"""How far probabilities may be from what they should be: rounding, and no more."""
+"""The rounding error that probabilities may have."""
 
 
 def check_probabilities(loss: Loss, y_pred: Any) -> None:
-    """Raises where a loss that expects probabilities got something else, most likely logits."""
+    """Raises if a loss that expects probabilities got something else, most likely logits."""
     if loss.expects is None:
         return
-    # A narrow dtype rounds each probability by a share of itself, so their sum by that share at most.
     array = np.asarray(y_pred)
+    # bfloat16 rounds each probability, and therefore their sum, by a relative error of at most 2**-8.
     tolerance = 2.0**-8 if array.dtype.itemsize == 2 else TOLERANCE
     values = array.astype(np.float64)
     fault = ""
@@ -114,7 +114,7 @@ def check_probabilities(loss: Loss, y_pred: Any) -> None:
         fault = f"those of an example sum to {off.flat[0]:.6g}, not 1" if off.size else ""
     if not fault:
         return
-    advice = "Give the model's outputs a softmax, jax.nn.softmax(outputs)"
+    advice = "Apply a softmax to the model's outputs, jax.nn.softmax(outputs)"
     if "from_logits" in vars(loss):
         advice = f"For logits write dj.losses.{type(loss).__name__}(from_logits=True)"
     over = "over the classes" if loss.expects == "probabilities" else "between 0 and 1"

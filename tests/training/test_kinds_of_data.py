@@ -52,7 +52,7 @@ def test_class_numbers_of_every_dtype_are_labels(s4: dj.Strategy):
     kinds = (np.float32, np.float64, bool, np.int64)
     for y in (*map(labels.astype, kinds), labels[:, None]):
         assert model.evaluate(x, y, verbose=0) == pytest.approx(expected)
-    with pytest.raises(ValueError, match=r"class numbers.*One-hot labels go with dj\.losses\.Cat"):
+    with pytest.raises(ValueError, match=r"class numbers.*For one-hot labels use dj\.losses\.Cat"):
         make_model(s4).evaluate(x, np.eye(2)[labels], verbose=0)
 
 
