@@ -343,8 +343,8 @@ def compute_average_loss(
 
 
 _SQUARE = (
-    "compute_average_loss got losses of shape %s, one for each pair of examples. If labels have shape (n,) and "
-    "predictions (n, 1), they were broadcast: compare predictions[:, 0]."
+    "compute_average_loss got losses of shape %s, one for each pair of examples. If labels have shape (n,) "
+    "and predictions (n, 1), they were broadcast: compare predictions[:, 0]."
 )
 
 

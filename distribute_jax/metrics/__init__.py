@@ -1,8 +1,8 @@
-"""Metrics that are exact for any number of replicas, to the last example of a partial batch.
+"""Metrics that are exact for any number of replicas and for partial batches.
 
-They have the names and the methods of ``flax.nnx.metrics``, or those of Keras. ``_metric`` decides what
-counts, ``_confusion`` counts answers, ``_means`` averages, ``_keras`` averages functions of labels and
-predictions.
+They have the names and methods of ``flax.nnx.metrics``, or those of Keras. ``_metric`` applies masks,
+weights and padding; ``_means`` has averages of values, ``_keras`` averages of functions of labels and
+predictions, and ``_confusion`` metrics from counts of true and false predictions.
 """
 
 from distribute_jax._lazy import public_names, publish

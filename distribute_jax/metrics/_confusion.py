@@ -15,12 +15,12 @@ from distribute_jax.losses._shapes import pair
 from distribute_jax.metrics._metric import Metric, as_array, in_snake_case, terms
 
 _ONE_CLASS = (
-    "They have one shape; for one of several classes pass predictions[:, 1] and labels == 1."
+    "Shapes must be equal; for one of several classes pass predictions[:, 1] and labels == 1."
 )
 
 
 class Confusion(Metric):
-    """The weights of true and false positives and negatives at each threshold, float32."""
+    """The sums of weights of true and false positives and negatives at each threshold, float32."""
 
     true_positives: nnx.Variable[jax.Array]
     false_positives: nnx.Variable[jax.Array]
@@ -35,7 +35,7 @@ class Confusion(Metric):
             setattr(self, name, nnx.metrics.MetricState(zeros))
 
     @promoting
-    def update(  # type: ignore[override]  # the counts are made of two arguments
+    def update(  # type: ignore[override]  # the counts are computed from two arguments
         self,
         *,
         predictions: Any,
@@ -47,7 +47,8 @@ class Confusion(Metric):
         """Adds predictions, inside ``run`` this replica's.
 
         Args:
-            predictions: probabilities of yes, shape (batch, ...); for ``AUC(from_logits=True)`` logits.
+            predictions: probabilities of the label 1, shape (batch, ...); logits for
+                ``AUC(from_logits=True)``.
             labels: 0 or 1, of the same shape; a last dim of 1 may be missing in one of the two.
             mask: bools, True where a prediction counts; dims match those of the predictions from the
                 left.
@@ -61,23 +62,23 @@ class Confusion(Metric):
         labels, probabilities = pair(name, labels, probabilities, _ONE_CLASS)
         new = terms(self, "predictions", probabilities, mask, sample_weight)
         values, ones = new.values.ravel(), jnp.ravel(labels > 0)
-        above = (values[:, None] > jnp.asarray(self.thresholds)).astype(jnp.float32)
-        yes = jnp.where(ones, new.weights.ravel(), 0)
-        no = jnp.where(ones, 0, new.weights.ravel())
-        # Accelerators would round the weights to bfloat16.
-        right = jnp.dot(yes, above, precision="highest")
-        wrong = jnp.dot(no, above, precision="highest")
-        self.true_positives[...] += right
-        self.false_positives[...] += wrong
-        self.false_negatives[...] += jnp.sum(yes) - right
-        self.true_negatives[...] += jnp.sum(no) - wrong
+        is_positive = (values[:, None] > jnp.asarray(self.thresholds)).astype(jnp.float32)
+        weights_of_ones = jnp.where(ones, new.weights.ravel(), 0)
+        weights_of_zeros = jnp.where(ones, 0, new.weights.ravel())
+        # With the default precision, accelerators would round the weights to bfloat16.
+        true_positives = jnp.dot(weights_of_ones, is_positive, precision="highest")
+        false_positives = jnp.dot(weights_of_zeros, is_positive, precision="highest")
+        self.true_positives[...] += true_positives
+        self.false_positives[...] += false_positives
+        self.false_negatives[...] += jnp.sum(weights_of_ones) - true_positives
+        self.true_negatives[...] += jnp.sum(weights_of_zeros) - false_positives
 
     def _probabilities(self, predictions: Any) -> Any:
         return predictions
 
 
-def share(part: jax.Array, rest: jax.Array) -> jax.Array:
-    """Returns ``part / (part + rest)``, and 0 where both are 0, as Keras does."""
+def fraction(part: jax.Array, rest: jax.Array) -> jax.Array:
+    """Returns ``part / (part + rest)``, and 0 if both are 0, as in Keras."""
     total = part + rest
     return jnp.where(total == 0, 0, part / jnp.where(total == 0, 1, total))
 
@@ -89,16 +90,16 @@ class AtThresholds(Confusion):
         listed = thresholds if isinstance(thresholds, (list, tuple)) else [thresholds]
         numbers = [0.5 if threshold is None else threshold for threshold in listed]
         if not numbers or not all(is_real(number) and 0 <= number <= 1 for number in numbers):
-            wanted = "a number between 0 and 1, several, or None for 0.5"
+            wanted = "a number between 0 and 1, a list of them, or None for 0.5"
             refuse(f"{type(self).__name__}: thresholds", wanted, thresholds)
         super().__init__(numbers, name)
 
 
 class Precision(AtThresholds):
-    """The share of positive predictions that are right, since the last reset, over all replicas.
+    """The fraction of positive predictions that are correct, since the last reset, over all replicas.
 
     Args:
-        thresholds: above which probability a prediction is positive: a number, several, or None for 0.5.
+        thresholds: the probability above which a prediction is positive: a number, a list, or None for 0.5.
         name: the name under which ``fit`` reports it.
 
     Example:
@@ -116,14 +117,14 @@ class Precision(AtThresholds):
     @promoting
     def compute(self) -> jax.Array:
         """Returns the precision, one for each threshold if there are several; 0 without positives."""
-        return _one(share(self.true_positives[...], self.false_positives[...]))
+        return _scalar_if_single(fraction(self.true_positives[...], self.false_positives[...]))
 
 
 class Recall(AtThresholds):
-    """The share of positive labels that were predicted, since the last reset, over all replicas.
+    """The fraction of positive labels that are predicted, since the last reset, over all replicas.
 
     Args:
-        thresholds: above which probability a prediction is positive: a number, several, or None for 0.5.
+        thresholds: the probability above which a prediction is positive: a number, a list, or None for 0.5.
         name: the name under which ``fit`` reports it.
 
     Example:
@@ -139,10 +140,10 @@ class Recall(AtThresholds):
     @promoting
     def compute(self) -> jax.Array:
         """Returns the recall, one for each threshold if there are several; 0 without positive labels."""
-        return _one(share(self.true_positives[...], self.false_negatives[...]))
+        return _scalar_if_single(fraction(self.true_positives[...], self.false_negatives[...]))
 
 
-def _one(values: jax.Array) -> jax.Array:
+def _scalar_if_single(values: jax.Array) -> jax.Array:
     return values[0] if len(values) == 1 else values
 
 
@@ -150,7 +151,7 @@ class TruePositives(AtThresholds):
     """The number of positive labels predicted as positive, or the sum of their sample weights.
 
     Args:
-        thresholds: above which probability a prediction is positive: a number, several, or None for 0.5.
+        thresholds: the probability above which a prediction is positive: a number, a list, or None for 0.5.
         name: the name under which ``fit`` reports it.
 
     Example:
@@ -167,7 +168,7 @@ class TruePositives(AtThresholds):
 
     def compute(self) -> jax.Array:
         """Returns the count, float32, one for each threshold if there are several."""
-        return _one(jnp.copy(getattr(self, self._counts)[...]))
+        return _scalar_if_single(jnp.copy(getattr(self, self._counts)[...]))
 
 
 class TrueNegatives(TruePositives):
@@ -189,7 +190,7 @@ class FalseNegatives(TruePositives):
 
 
 _EPSILON = 1e-7
-"""How far outside of 0 to 1 the outer thresholds are, so that every probability is between them."""
+"""How far the outer thresholds are outside of 0 to 1, so that every probability is between them."""
 
 
 class AUC(Confusion):
@@ -238,25 +239,23 @@ class AUC(Confusion):
 
     @promoting
     def compute(self) -> jax.Array:
-        """Returns the area, a float32 scalar; 0 where there are no ones, or for ROC no zeros."""
-        right, wrong = self.true_positives[...], self.false_positives[...]
+        """Returns the area, a float32 scalar; 0 without ones, and for ROC without zeros."""
+        tp, fp, fn = self.true_positives[...], self.false_positives[...], self.false_negatives[...]
         if self.curve == "PR":
-            return _under_precision_recall(right, wrong, self.false_negatives[...])
-        recall = share(right, self.false_negatives[...])
-        x = share(wrong, self.true_negatives[...])
-        return jnp.sum((x[:-1] - x[1:]) * (recall[:-1] + recall[1:]) / 2)
+            return _area_under_precision_recall(tp, fp, fn)
+        recall, fall_out = fraction(tp, fn), fraction(fp, self.true_negatives[...])
+        return jnp.sum((fall_out[:-1] - fall_out[1:]) * (recall[:-1] + recall[1:]) / 2)
 
 
-def _under_precision_recall(right: jax.Array, wrong: jax.Array, missed: jax.Array) -> jax.Array:
-    """Integrates precision over recall, with both counts changing linearly between thresholds."""
-    more = right[:-1] - right[1:]
-    above = right + wrong
-    slope = share(more, above[:-1] - above[1:] - more)
-    start = right[1:] - slope * above[1:]
-    both = (above[:-1] > 0) & (above[1:] > 0)
-    logs = jnp.where(
-        both, jnp.log(jnp.where(both, above[:-1] / jnp.where(both, above[1:], 1), 1)), 0
-    )
-    ones = right[1:] + missed[1:]
-    areas = slope * (more + start * logs) / jnp.where(ones == 0, 1, ones)
+def _area_under_precision_recall(tp: jax.Array, fp: jax.Array, fn: jax.Array) -> jax.Array:
+    """Integrates precision over recall, with both counts linear between thresholds."""
+    tp_step = tp[:-1] - tp[1:]
+    positives = tp + fp
+    slope = fraction(tp_step, positives[:-1] - positives[1:] - tp_step)
+    intercept = tp[1:] - slope * positives[1:]
+    both = (positives[:-1] > 0) & (positives[1:] > 0)
+    ratio = jnp.where(both, positives[:-1] / jnp.where(both, positives[1:], 1), 1)
+    logs = jnp.where(both, jnp.log(ratio), 0)
+    ones = tp[1:] + fn[1:]
+    areas = slope * (tp_step + intercept * logs) / jnp.where(ones == 0, 1, ones)
     return jnp.sum(areas)

@@ -1,4 +1,4 @@
-"""Keras's metrics that are means over the examples: of values, of accuracies, of losses."""
+"""Keras's metrics that are means over examples: of values, accuracies and losses."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class MeanMetricWrapper(Average):
     Source: https://keras.io/api/metrics/base_metric/
     """
 
-    update_state = Metric.update_state  # type: ignore[assignment]  # of two arguments again
+    update_state = Metric.update_state  # type: ignore[assignment]  # two arguments again
 
     def __init__(
         self, fn: Callable[..., Any], name: str | None = None, dtype: Any = None, **kwargs: Any
@@ -81,7 +81,7 @@ class MeanMetricWrapper(Average):
         self._per_example = FunctionLoss(partial(fn, **kwargs), what="metric").per_example
 
     @promoting
-    def update(  # type: ignore[override]  # the values are made of two arguments
+    def update(  # type: ignore[override]  # the values are computed from two arguments
         self,
         *,
         labels: Any,
@@ -111,39 +111,41 @@ def binary_accuracy(y_true: Any, y_pred: Any, threshold: float = 0.5) -> jax.Arr
 
 
 def accuracy(name: str, y_true: Any, y_pred: Any) -> jax.Array:
-    """Returns 1 where the largest prediction is that of the label, else 0."""
+    """Returns 1 where the largest prediction is that of the true class, else 0."""
     labels, predicted = _classes(name, y_true, y_pred)
     return (jnp.argmax(predicted, axis=-1) == labels).astype(jnp.float32)
 
 
 def top_k(name: str, y_true: Any, y_pred: Any, k: int = 5) -> jax.Array:
-    """Returns 1 where fewer than k predictions are larger than that of the label, as in Keras, else 0."""
+    """Returns 1 where fewer than k predictions exceed that of the true class, as in Keras, else 0."""
     labels, predicted = _classes(name, y_true, y_pred)
     classes = predicted.shape[-1]
-    place = jnp.clip(labels, 0, classes - 1)[..., None]
-    of_label = jnp.take_along_axis(predicted, place, axis=-1)
+    indices = jnp.clip(labels, 0, classes - 1)[..., None]
+    of_label = jnp.take_along_axis(predicted, indices, axis=-1)
     larger = jnp.sum(predicted > of_label, axis=-1)
-    known = (labels >= 0) & (labels < classes) & jnp.isfinite(of_label[..., 0])
-    return (known & (larger < k)).astype(jnp.float32)
+    is_valid = (labels >= 0) & (labels < classes) & jnp.isfinite(of_label[..., 0])
+    return (is_valid & (larger < k)).astype(jnp.float32)
 
 
 def _classes(name: str, y_true: Any, y_pred: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns class numbers of labels, which are one-hot unless the metric is sparse, and predictions."""
+    """Returns class numbers and predictions; labels are one-hot unless the name begins with ``sparse_``."""
     if name.startswith("sparse_"):
         predicted = predictions(name, y_pred)
         return class_numbers(name, y_true, predicted, -1), predicted
-    hint = f"For labels that are class numbers it is sparse_{name}."
+    hint = f"For class numbers use sparse_{name}."
     labels, predicted = pair(name, y_true, y_pred, hint)
     return jnp.argmax(labels, axis=-1), predicted
 
 
 def cosine_similarity(y_true: Any, y_pred: Any, axis: int = -1) -> jax.Array:
-    """Returns the cosine of the angle between labels and predictions: minus the loss of this name."""
+    """Returns the cosine of the angle between labels and predictions; the loss is its negative."""
     return -losses.cosine_similarity(y_true, y_pred, axis)
 
 
 class BinaryAccuracy(MeanMetricWrapper):
-    """How often a prediction is above the threshold if and only if its label is 1; for logits pass 0.
+    """The fraction of predictions that are above the threshold if and only if the label is 1.
+
+    For logits pass ``threshold=0``.
 
     Args:
         name: the name under which ``fit`` reports it.
@@ -165,7 +167,7 @@ class BinaryAccuracy(MeanMetricWrapper):
 
 
 class CategoricalAccuracy(MeanMetricWrapper):
-    """How often the largest prediction is that of the label; labels are one-hot.
+    """The fraction of examples whose largest prediction is that of the true class; labels are one-hot.
 
     Args:
         name: the name under which ``fit`` reports it.
@@ -188,13 +190,13 @@ class CategoricalAccuracy(MeanMetricWrapper):
 
 
 class SparseCategoricalAccuracy(CategoricalAccuracy):
-    """How often the largest prediction is that of the label, a class number; see ``CategoricalAccuracy``."""
+    """As ``CategoricalAccuracy``, for labels that are class numbers."""
 
     _of = "sparse_categorical_accuracy"
 
 
 class TopKCategoricalAccuracy(MeanMetricWrapper):
-    """How often the label is among the k largest predictions; labels are one-hot.
+    """The fraction of examples whose true class is among the k largest predictions; labels are one-hot.
 
     Args:
         k: how many predictions.
@@ -218,7 +220,7 @@ class SparseTopKCategoricalAccuracy(TopKCategoricalAccuracy):
 
 
 class _MeanOfFormula(MeanMetricWrapper):
-    """The mean of a loss over all examples, with the options that the function of the loss takes."""
+    """The mean of a loss function over all examples; takes the options of the function."""
 
     formula: ClassVar[Callable[..., jax.Array]]
 
@@ -328,7 +330,7 @@ class SparseCategoricalCrossentropy(_MeanOfFormula):
 
     @staticmethod
     def formula(y_true: Any, y_pred: Any, from_logits: bool = False, axis: int = -1) -> jax.Array:
-        """Returns the loss of each example; there is no ``ignore_class``, whose examples would count."""
+        """Returns the loss of each example, without ``ignore_class``, since ignored examples would count."""
         return losses.sparse_categorical_crossentropy(
             y_true, y_pred, from_logits=from_logits, axis=axis
         )

@@ -1,4 +1,4 @@
-"""Means: of values, of correct predictions, with a standard deviation; several metrics in one."""
+"""The metrics of ``flax.nnx.metrics``: averages, accuracy, standard deviations, and groups of metrics."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Average(OfValues):
     """The mean of all values since the last reset, over all replicas.
 
     Every value counts once, so pass one for each example: the losses rather than their mean. A
-    single number counts once for each replica; what ``compute_average_loss`` returns is only this
-    replica's part of a mean and must be summed with ``all_reduce`` first. In a partial batch the
-    padding is left out; dim 0 of the values is the batch.
+    single number counts once for each replica; the result of ``compute_average_loss`` is only this
+    replica's part of a mean and must be summed with ``all_reduce`` first. The padding of a partial
+    batch does not count; dim 0 of the values is the batch.
 
     Args:
-        argname: the keyword of ``update`` that holds the values.
+        argname: the keyword of ``update`` for the values.
 
     Attributes:
         total: the sum of the values, times their sample weights, float32.
@@ -56,7 +56,7 @@ class Average(OfValues):
 
     @promoting
     def compute(self) -> jax.Array:
-        """Returns the mean, a float32 scalar; NaN where nothing was added."""
+        """Returns the mean, a float32 scalar; NaN without values."""
         return self.total[...] / self._size()
 
 
@@ -64,8 +64,8 @@ class Accuracy(Average):
     """The share of examples that were classified correctly, since the last reset, over all replicas.
 
     Args:
-        threshold: None for several classes, where the largest logit predicts. A number for two
-            classes: a logit that reaches it predicts a positive label.
+        threshold: None for several classes, of which the one with the largest logit is predicted. A
+            number for two classes: a logit that reaches it predicts a positive label.
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp
@@ -77,20 +77,20 @@ class Accuracy(Average):
     Source: https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/training/metrics.html
     """
 
-    update_state = Metric.update_state  # type: ignore[assignment]  # of two arguments again
+    update_state = Metric.update_state  # type: ignore[assignment]  # two arguments again
 
     def __init__(self, threshold: float | None = None) -> None:
         super().__init__("values")
         self.threshold = threshold
 
-    def update(  # type: ignore[override]  # the values are made of two arguments
+    def update(  # type: ignore[override]  # the values are computed from two arguments
         self, *, logits: Any, labels: Any, mask: Any = None, sample_weight: Any = None, **_: Any
     ) -> None:
         """Adds predictions, inside ``run`` this replica's.
 
         Args:
             logits: shape (batch, ..., classes); with a threshold that of the labels.
-            labels: the right classes, integers or bools, shape (batch, ...).
+            labels: the true classes, integers or bools, shape (batch, ...).
             mask: bools, True where an example counts; dims match those of the labels from the left.
             sample_weight: how much each example counts; dims match from the left.
             _: keywords for other metrics.
@@ -102,18 +102,18 @@ class Accuracy(Average):
         labels = as_array(self, "labels", labels)
         self._check(logits, labels)
         if self.threshold is not None:
-            right = (logits >= self.threshold) == (labels > 0)
+            correct = (logits >= self.threshold) == (labels > 0)
         else:
-            right = jnp.argmax(logits, axis=-1) == labels
-        self._add("labels", right, mask, sample_weight)
+            correct = jnp.argmax(logits, axis=-1) == labels
+        self._add("labels", correct, mask, sample_weight)
 
     def _check(self, logits: jax.Array, labels: jax.Array) -> None:
-        classes = 0 if self.threshold is not None else 1
-        if logits.shape[: logits.ndim - classes] != labels.shape or logits.ndim < classes:
-            wanted = "the shape of the labels" if not classes else "one more dim, the classes"
+        class_dims = 0 if self.threshold is not None else 1
+        if logits.shape[: logits.ndim - class_dims] != labels.shape or logits.ndim < class_dims:
+            expected = "the shape of the labels" if not class_dims else "one more dim, the classes"
             raise ArgumentError(
                 f"Accuracy.update got logits of shape {logits.shape} for labels of shape "
-                f"{labels.shape}. With threshold={self.threshold} the logits have {wanted}; labels are "
+                f"{labels.shape}. With threshold={self.threshold} the logits have {expected}; labels are "
                 "class numbers, not one-hot: pass jnp.argmax(labels, axis=-1)."
             )
         if not (jnp.issubdtype(labels.dtype, jnp.integer) or labels.dtype == bool):
@@ -126,12 +126,12 @@ class Accuracy(Average):
 class Welford(OfValues):
     """Mean, standard deviation and standard error of all values since the last reset.
 
-    The replicas' means and squared deviations do not add up; they are merged by the rule for two
-    parts of one sample, which stays accurate in float32 where the mean is large against the
+    The replicas' means and squared deviations are not additive; they are merged by the formula for two
+    parts of one sample, which stays accurate in float32 even if the mean is much larger than the
     deviations.
 
     Args:
-        argname: the keyword of ``update`` that holds the values.
+        argname: the keyword of ``update`` for the values.
 
     Attributes:
         count: how many values had no sample weight, int32: at most 2³¹ - 1 between two resets.
@@ -162,13 +162,13 @@ class Welford(OfValues):
         self.count[...] += new.count
         self.weight[...] += new.weight
         size, total = new.count + new.weight, self._size()
-        # An empty share adds nothing, and must not divide by nothing.
+        # A share without values must not divide by 0.
         mean = jnp.sum(new.values * new.weights) / jnp.where(size > 0, size, 1)
         m2 = jnp.sum(new.weights * (new.values - mean) ** 2)
         share = size / jnp.where(total > 0, total, 1)
-        apart = mean - self.mean[...]
-        self.mean[...] += apart * share
-        self.m2[...] += m2 + apart**2 * old_size * share
+        delta = mean - self.mean[...]
+        self.mean[...] += delta * share
+        self.m2[...] += m2 + delta**2 * old_size * share
 
     @promoting
     def compute(self) -> Any:
@@ -176,7 +176,7 @@ class Welford(OfValues):
         size = self._size()
         deviation = jnp.sqrt(self.m2[...] / size)
         return nnx.metrics.Statistics(
-            mean=jnp.copy(self.mean[...]),  # the next step takes the memory of the metric itself
+            mean=jnp.copy(self.mean[...]),  # the metric's array will be donated to the next step
             standard_error_of_mean=deviation / jnp.sqrt(size),
             standard_deviation=deviation,
         )
@@ -191,10 +191,10 @@ _RESERVED = frozenset(
 
 
 class MultiMetric(Metric):
-    """Several metrics, each under a name, which are updated, computed and reset together.
+    """Several named metrics that are updated, computed and reset together.
 
     Args:
-        metrics: the metrics by name, of this package, of ``flax.nnx.metrics``, or of your own.
+        metrics: the metrics by name: of this package, of ``flax.nnx.metrics``, or your own.
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp
@@ -232,12 +232,12 @@ class MultiMetric(Metric):
             getattr(self, name).reset()
 
     def update(self, mask: Any = None, sample_weight: Any = None, **kwargs: Any) -> None:
-        """Updates every metric with the same keywords, of which each takes what it knows.
+        """Updates every metric with the same keywords, of which each uses those that it knows.
 
         Args:
-            mask: for all metrics, or a dict with the mask of some by name.
-            sample_weight: for all metrics, or a dict with the weights of some by name.
-            kwargs: what the metrics are made of.
+            mask: for all metrics, or a dict of masks by the names of metrics.
+            sample_weight: for all metrics, or a dict of weights by the names of metrics.
+            kwargs: what the metrics need.
 
         Raises:
             ValueError: a metric has no such keyword, or cannot take a mask or weights.
@@ -250,7 +250,7 @@ class MultiMetric(Metric):
             metric.update(**kwargs, **more)
 
     def _for(self, name: str, value: Any) -> Any:
-        """Returns the part of a mask or of weights that is meant for one metric."""
+        """Returns the mask or the weights for one metric."""
         if not isinstance(value, dict):
             return value
         unknown = sorted(set(value) - set(self.names))
@@ -267,9 +267,9 @@ class MultiMetric(Metric):
 
 
 def _check_takes(name: str, metric: Any, arguments: dict[str, Any]) -> None:
-    """Refuses a mask or weights that a metric would leave unread among its other keywords."""
+    """Raises if a metric would ignore a mask or weights, as unknown keywords are ignored."""
     known = inspect.signature(metric.update).parameters
-    # A MultiMetric of Flax passes everything on.
+    # A MultiMetric of Flax passes all keywords on.
     ignored = [key for key in arguments if key not in known]
     if ignored and not isinstance(metric, nnx.MultiMetric):
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""The base of all metrics, and which values of an update count: mask, weights and padding."""
+"""The base class of metrics, and which values of an update count: mask, weights and padding."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _BEFORE_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def in_snake_case(metric: Any) -> str:
-    """Returns the name that Keras has for a metric without one: that of its class."""
+    """Returns Keras's default name of a metric, that of its class in snake case."""
     return _BEFORE_WORD.sub("_", type(metric).__name__).lower()
 
 
 class Metric(nnx.metrics.Metric):
-    """The base of metrics: ``update`` with each batch, ``compute`` the value, ``reset`` to start again.
+    """The base class of metrics: ``update`` with each batch, ``compute`` the value, ``reset`` the state.
 
-    Inside ``run`` every replica updates with its share of the batch, and what the replicas added is
-    summed when the step ends. Outside, the state is that of all replicas. Inside, ``compute`` returns
-    the value over all replicas before an update, and afterwards that of the old state with this replica's
-    share only.
+    Inside ``run`` every replica updates with its share of the batch, and the additions of all replicas
+    are summed when the step ends. Outside, the state is that of all replicas. Inside, before an update,
+    ``compute`` returns the value over all replicas; after it, the value of the old state with only this
+    replica's share added.
 
     A metric of your own keeps its state in ``nnx.metrics.MetricState`` variables, and ``update`` adds to
-    them. State that is not a sum, such as a maximum, goes into a plain ``nnx.Variable``, which the update
+    them. State that is not a sum, such as a maximum, belongs in a plain ``nnx.Variable``, which the update
     itself must make equal on every replica.
 
     Example:
@@ -64,10 +64,10 @@ class Metric(nnx.metrics.Metric):
         __getattr__ = getattr_with_hints("dj.metrics.Metric")
 
     def __init__(self) -> None:
-        """Makes a metric without state, which a subclass adds."""
+        """Creates a metric without state, which a subclass adds."""
 
     def reset(self) -> None:
-        """Sets every ``MetricState`` of this metric to zero, where it is."""
+        """Sets every ``MetricState`` of this metric to zero, on its devices."""
         for value in vars(self).values():
             if isinstance(value, nnx.metrics.MetricState):
                 value[...] = jnp.zeros_like(value[...])
@@ -76,7 +76,7 @@ class Metric(nnx.metrics.Metric):
         """Adds what a batch contributes; a subclass defines it.
 
         Args:
-            kwargs: what the metric is made of; keywords that it does not know are left to others.
+            kwargs: what the metric needs; it ignores keywords that it does not know.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has to define update(self, **kwargs), which update_state calls"
@@ -89,7 +89,7 @@ class Metric(nnx.metrics.Metric):
         )
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        """Calls ``update`` with Keras's arguments: labels come first. ``Mean`` and others take values.
+        """Calls ``update`` with Keras's arguments, labels first. ``Mean`` and similar metrics take values.
 
         Args:
             y_true: labels.
@@ -121,7 +121,7 @@ def keywords(y_true: Any, y_pred: Any) -> dict[str, Any]:
 
 
 def update_with(metric: Any, words: dict[str, Any], **more: Any) -> None:
-    """Updates a metric with those of some keywords that it takes, and with others."""
+    """Updates a metric with those of the keywords that it takes, and with all of ``more``."""
     known = inspect.signature(metric.update).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
     chosen = {k: v for k, v in words.items() if takes_all or k in known} | more
@@ -133,17 +133,17 @@ class Terms:
     """The values of one update with their weights, in float32."""
 
     values: jax.Array
-    """0 where a value does not count, so that its NaN does not either."""
+    """0 where a value does not count, even if it is NaN."""
     weights: jax.Array
     """Of the values' shape: 0 where a value does not count, else its sample weight or 1."""
     count: jax.Array
-    """int32: how many values count; 0 where they have sample weights."""
+    """int32: how many values count; 0 if they have sample weights."""
     weight: jax.Array
-    """The sum of the sample weights; 0 where there are none."""
+    """The sum of the sample weights; 0 without any."""
 
 
 class OfValues(Metric):
-    """A metric of the values under one keyword; a subclass adds them up."""
+    """A metric of the values under one keyword; a subclass accumulates them."""
 
     def __init__(self, argname: str = "values") -> None:
         self.argname = argname
@@ -157,7 +157,7 @@ class OfValues(Metric):
         Args:
             mask: bools, True where a value counts; dims match those of the values from the left.
             sample_weight: how much each value counts; dims match from the left.
-            kwargs: the values under ``argname``, of any shape; other keywords are left to other metrics.
+            kwargs: the values under ``argname``, of any shape; other keywords are ignored.
 
         Raises:
             ValueError: no values, a per-replica value outside of ``run``, or shapes that do not match.
@@ -165,7 +165,7 @@ class OfValues(Metric):
         if self.argname not in kwargs:
             raise ArgumentError(
                 f"{_method(self)} needs {self.argname}=, and got {sorted(kwargs) or 'nothing'}. A metric "
-                "reads the keyword that its argname names: pass it, or make the metric with another argname."
+                "reads the keyword named by its argname: pass it, or create the metric with another argname."
             )
         self._add(self.argname, kwargs[self.argname], mask, sample_weight)
 
@@ -181,16 +181,16 @@ class OfValues(Metric):
         self.update(sample_weight=sample_weight, **{self.argname: values})
 
     def _add(self, name: str, values: Any, mask: Any, sample_weight: Any) -> None:
-        """Adds what counts of the values; a subclass defines it."""
+        """Adds the values that count; a subclass defines it."""
 
     def _size(self) -> jax.Array:
         return self.count[...] + self.weight[...]
 
 
 def terms(metric: object, name: str, values: Any, mask: Any, sample_weight: Any) -> Terms:
-    """Decides which values count, and how much."""
+    """Returns the values of an update in float32, with the weights that mask and padding leave."""
     if isinstance(values, (np.ndarray, np.generic)) and values.dtype.kind in "iu":
-        values = values.astype(np.float32)  # JAX would cut 64-bit integers to 32 bits
+        values = values.astype(np.float32)  # JAX would truncate 64-bit integers to 32 bits
     values = as_array(metric, name, values)
     shape = values.shape
     keep = _kept(metric, name, shape, mask)
@@ -215,7 +215,7 @@ def as_array(metric: object, name: str, value: Any) -> jax.Array:
 
 
 def _kept(metric: object, name: str, shape: tuple[int, ...], mask: Any) -> jax.Array | None:
-    """Returns where values count, with as many dims as they have; None where all do."""
+    """Returns a mask of the values that count, with as many dims as they have; None if all do."""
     real = real_mask(_method(metric), name, shape, get_replica_context())
     if mask is None:
         return real
@@ -223,7 +223,7 @@ def _kept(metric: object, name: str, shape: tuple[int, ...], mask: Any) -> jax.A
     if jnp.issubdtype(array.dtype, jnp.floating):
         raise ArgumentError(
             f"{_method(metric)} got a mask of dtype {array.dtype}. A mask is True where a value counts: "
-            "pass mask > 0; or pass how much it counts as sample_weight=."
+            "pass mask > 0; or pass weights as sample_weight=."
         )
     keep = align(_method(metric), "mask", array.astype(bool), name, shape)
     return keep if real is None else keep & real
