@@ -1,4 +1,4 @@
-"""Collectives over the replicas: the reduce operations on trees, inside ``run``; and are they in sync?"""
+"""Collectives over the replicas inside ``run``, and ``check_in_sync``, which compares their copies."""
 
 from distribute_jax.collectives._algorithms import (
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,

@@ -20,18 +20,18 @@ from distribute_jax.collectives._markers import assume_mirrored
 
 
 class RingAllReduce(CrossDeviceOps):
-    """All-reduce written with ``ppermute``: to read, and as a baseline for others.
+    """A ring all-reduce written with ``ppermute``: an example, and a baseline for measurements.
 
-    The array is cut into one chunk for each of the N replicas. In N-1 steps every chunk travels once
-    around the ring, and each replica adds its own values to it; in N-1 more the finished chunks travel
-    around. Each replica sends 2 (N-1) / N of the array's bytes, however many there are.
+    The array is divided into one chunk for each of the N replicas. In N-1 steps every chunk travels once
+    around the ring, and each replica adds its values to it; in N-1 more the sums travel around. Each
+    replica sends 2 (N-1) / N of the bytes of the array, less than twice its size for any N.
 
-    bfloat16 and float16 are added up in float32 and rounded once. Each chunk is finished by one
-    replica and copied, so all replicas hold the same bits.
+    bfloat16 and float16 are added in float32 and rounded once. Each chunk is completed on one replica
+    and copied to the others, so all replicas have the same bits.
 
     Args:
-        num_packs: the number of vectors that the arrays of each dtype are joined and cut into; with 0
-            each array has its own ring.
+        num_packs: the arrays of each dtype are concatenated and divided into this many vectors; with 0
+            each array is reduced separately.
 
     Raises:
         ValueError: ``num_packs`` is not an int of 0 or more.
@@ -66,7 +66,7 @@ def _next(axis_name: str) -> list[tuple[int, int]]:
 
 
 def _reduce_scatter(chunks: jax.Array, axis_name: str) -> jax.Array:
-    """Returns the finished chunk ``me + 1``: every other replica added to it before this one."""
+    """Returns the sum of chunk ``me + 1``, to which this replica adds last."""
     replicas, me = len(chunks), jax.lax.axis_index(axis_name)
     local = chunks.astype(wide(chunks.dtype))
 
@@ -79,7 +79,7 @@ def _reduce_scatter(chunks: jax.Array, axis_name: str) -> jax.Array:
 
 
 def _all_gather(finished: jax.Array, axis_name: str) -> jax.Array:
-    """Returns all chunks in order, each as the replica that finished it has it."""
+    """Returns all chunks in order, each copied from the replica that completed it."""
     replicas, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     chunks = jnp.zeros((replicas, *finished.shape), finished.dtype)
 
@@ -94,22 +94,22 @@ def _all_gather(finished: jax.Array, axis_name: str) -> jax.Array:
 
 
 class HierarchicalCopyAllReduce(CrossDeviceOps):
-    """Adds up inside groups of neighbours first, then between the groups: for many hosts.
+    """Adds first within groups of replicas, then between the groups: for many hosts.
 
-    Each member of a group adds up its part of the array over the group (reduce-scatter); members of
-    the same rank add their parts over the groups (all-reduce); and the group shares the parts
-    (all-gather). Between groups only 1 / group size of the array is sent by each replica, over what
-    is the slow network where a group is a host.
+    Each member of a group sums its part of the array over the group (reduce-scatter); members of
+    equal rank sum their parts over the groups (all-reduce); and the parts are gathered within each
+    group (all-gather). Between groups each replica sends only 1 / group size of the array: if a group
+    is a host, only this part crosses the slow network.
 
-    bfloat16 and float16 are added up in float32 and rounded once. Each part is added up by one member
-    of a group and copied, so all replicas hold the same bits.
+    bfloat16 and float16 are added in float32 and rounded once. Each part is summed on one member of a
+    group and copied to the others, so all replicas have the same bits.
 
     Args:
-        num_packs: the number of vectors that the arrays of each dtype are joined and cut into; with 0
-            each array is combined by itself.
-        group_size: consecutive replicas in a group, a divisor of their number. None means the replicas
-            of one process; in a single process, the smallest divisor whose square is not below the
-            number of replicas (4 of 8).
+        num_packs: the arrays of each dtype are concatenated and divided into this many vectors; with 0
+            each array is reduced separately.
+        group_size: the number of consecutive replicas in a group, a divisor of the number of replicas.
+            None means the replicas of one process; in a single process, the smallest divisor whose
+            square is not below the number of replicas (4 of 8).
 
     Raises:
         ValueError: ``num_packs`` is not an int of 0 or more, or ``group_size`` not an int of 1 or more; in
@@ -134,7 +134,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
         """See the base class."""
         replicas = jax.lax.axis_size(axis_name)
-        size = self._size_for(replicas)
+        size = self._group_size_for(replicas)
         groups = [list(range(start, start + size)) for start in range(0, replicas, size)]
         between = [list(range(rank, replicas, size)) for rank in range(size)]
         padded = jnp.pad(value.ravel(), (0, -value.size % size)).astype(wide(value.dtype))
@@ -144,9 +144,9 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         summed: jax.Array = assume_mirrored(gathered[: value.size].reshape(value.shape))
         return summed
 
-    def _size_for(self, replicas: int) -> int:
+    def _group_size_for(self, replicas: int) -> int:
         if self.group_size is None:
-            return _natural_size(replicas, jax.process_count())
+            return _default_group_size(replicas, jax.process_count())
         if replicas % self.group_size:
             raise ArgumentError(
                 f"HierarchicalCopyAllReduce(group_size={self.group_size}) does not divide the "
@@ -156,7 +156,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         return self.group_size
 
 
-def _natural_size(replicas: int, processes: int) -> int:
+def _default_group_size(replicas: int, processes: int) -> int:
     if processes > 1 and replicas % processes == 0:
         return replicas // processes
     return next(
@@ -172,18 +172,18 @@ Accumulate = Callable[[Sequence[jax.Array]], jax.Array]
 class ReductionToOneDevice(CrossDeviceOps):
     """Copies all values to one replica, adds them there in replica order, and copies the sum back.
 
-    The order of the additions is the same on every platform, at the price of N times the memory and
-    traffic on one device. bfloat16 and float16 are added up in float32 and rounded once.
+    The order of additions is the same on every platform, at the cost of N times the memory and
+    traffic on one device. bfloat16 and float16 are added in float32 and rounded once.
 
     Args:
         reduce_to_device: a device of the strategy, as ``MirroredStrategy`` takes them; None means
             that of replica 0.
-        accumulation_fn: called with the list of the replicas' arrays, in replica order; returns their
-            sum, of the same shape and dtype. None means to add them up.
+        accumulation_fn: called with a list of the replicas' arrays, in replica order; returns their
+            sum, of the same shape and dtype. None means addition in that order.
 
     Raises:
         ValueError: ``accumulation_fn`` cannot be called; in the strategy: it does not have the
-            device; in the step: ``accumulation_fn`` returned something else than a sum.
+            device; in the step: ``accumulation_fn`` did not return an array of that shape and dtype.
 
     Example:
         >>> import distribute_jax as dj
@@ -203,7 +203,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         self._root = 0
 
     def on_replica(self, replica: int) -> ReductionToOneDevice:
-        """Returns the same operation with the replica that adds up; the strategy calls this.
+        """Returns a copy that adds on a replica; called by the strategy.
 
         Args:
             replica: the replica whose device ``reduce_to_device`` names.
@@ -220,8 +220,8 @@ class ReductionToOneDevice(CrossDeviceOps):
         me, replicas = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
         others = [i for i in range(replicas) if i != self._root]
         copied = {i: jax.lax.ppermute(value, axis_name, [(i, self._root)]) for i in others}
-        # On all but one replica the copies are zeros, and the total is replaced below.
-        total = self._added([copied.get(i, value) for i in range(replicas)])
+        # Except on the root the copies are zeros, and the total is replaced below.
+        total = self._sum([copied.get(i, value) for i in range(replicas)])
         result = total
         for i in others:
             received = jax.lax.ppermute(total, axis_name, [(self._root, i)])
@@ -229,7 +229,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         summed: jax.Array = assume_mirrored(result)
         return summed
 
-    def _added(self, values: list[jax.Array]) -> jax.Array:
+    def _sum(self, values: list[jax.Array]) -> jax.Array:
         dtype = values[0].dtype
         if self.accumulation_fn is None:
             return functools.reduce(jnp.add, [v.astype(wide(dtype)) for v in values]).astype(dtype)

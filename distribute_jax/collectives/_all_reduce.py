@@ -47,7 +47,7 @@ def all_reduce(
     ops: CrossDeviceOps | None = None,
     options: CommunicationOptions | None = None,
 ) -> PyTree:
-    """Combines each leaf over the replicas; every replica gets the result."""
+    """Reduces each leaf over the replicas, if ``bound``: traced with the axis of the replicas."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)
     leaves = [leaf for _, leaf in paths]
     _check_leaves([(path_text(path), leaf) for path, leaf in paths])
@@ -63,9 +63,9 @@ def all_reduce(
             as_dtype(total / replicas, mean_dtype(array.dtype))
             for total, array in zip(sums, arrays, strict=True)
         ]
-    done = dict(zip(dense, sums, strict=True))
+    dense_sums = dict(zip(dense, sums, strict=True))
     results = [
-        done[i] if i in done else all_reduce_sparse(op, leaf, replicas, bound=bound)
+        dense_sums[i] if i in dense_sums else all_reduce_sparse(op, leaf, replicas, bound=bound)
         for i, leaf in enumerate(leaves)
     ]
     return jax.tree.unflatten(treedef, results)
@@ -76,18 +76,18 @@ def _summed(
 ) -> list[jax.Array]:
     implementation = cast("CommunicationImplementation", options.implementation)
     ops = _BY_IMPLEMENTATION.get(implementation, ops or _DEFAULT)
-    native = type(ops) is NcclAllReduce
-    if native and ops.num_packs < 2 and not options.bytes_per_pack:
+    is_native = type(ops) is NcclAllReduce
+    if is_native and ops.num_packs < 2 and not options.bytes_per_pack:
         return list(jax.lax.psum(list(arrays), DATA))
-    by_jax = functools.partial(jax.lax.psum, axis_name=DATA)
-    sum_array = by_jax if native else functools.partial(sum_by, ops)
+    psum = functools.partial(jax.lax.psum, axis_name=DATA)
+    sum_array = psum if is_native else functools.partial(sum_by, ops)
     return sum_packed(
         arrays, sum_array, num_packs=ops.num_packs, bytes_per_pack=options.bytes_per_pack
     )
 
 
 def all_gather(tree: PyTree, axis: int, *, bound: bool) -> PyTree:
-    """Joins each leaf of all replicas along a dim, in replica order; every replica gets it."""
+    """Concatenates each leaf of all replicas along a dim, in replica order, if ``bound``."""
     _check_joinable(tree)
 
     def gather(path: Any, leaf: Any) -> jax.Array:
@@ -99,10 +99,10 @@ def all_gather(tree: PyTree, axis: int, *, bound: bool) -> PyTree:
 
 
 def checked_dim(ndim: int, axis: int, name: str, method: str) -> int:
-    """Turns a maybe negative axis into a dim, or raises for a leaf that does not have it."""
+    """Returns a non-negative axis; raises for a leaf that does not have it."""
     if ndim == 0:
         raise ArgumentError(
-            f"{method}(axis={axis}): {name} has no dims to join along. Give it one first, for "
+            f"{method}(axis={axis}): {name} has no dims to concatenate along. Add one first, for "
             "example with value[None] and axis=0."
         )
     if not -ndim <= axis < ndim:
@@ -129,36 +129,35 @@ def _check_joinable(tree: PyTree) -> None:
     ]
     if bad:
         raise ArgumentError(
-            f"all_gather got leaves that cannot be joined over the replicas:\n{listed(bad)}\n"
-            "It takes arrays of numbers and bools. Leave other leaves out, and make a sparse array "
-            "dense with value.todense()."
+            f"all_gather got leaves that cannot be concatenated:\n{listed(bad)}\nIt takes arrays of "
+            "numbers and bools. Leave out other leaves, and convert a sparse array with value.todense()."
         )
 
 
 def stacked_over_replicas(value: jax.Array) -> jax.Array:
-    """Stacks all replicas' values of one array on a leading dim: numbers, bools or random keys."""
+    """Stacks the values of all replicas on a leading dim: numbers, bools or random keys."""
     return on_bits(lambda numbers: jnp.asarray(jax.lax.all_gather(numbers, DATA)), value)
 
 
 SumArray = Callable[[jax.Array], jax.Array]
-"""Adds one array over the replicas, element by element."""
+"""Sums one array over the replicas."""
 
 
 def groups_by_size(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Forms packs of consecutive arrays; a new one starts once the last one has more than ``limit`` bytes."""
+    """Groups consecutive arrays; a new group starts once the last one has more than ``limit`` bytes."""
     groups: list[list[int]] = []
-    packed = 0
+    group_size = 0
     for i, size in enumerate(sizes):
-        if not groups or packed > limit > 0:
+        if not groups or group_size > limit > 0:
             groups.append([])
-            packed = 0
+            group_size = 0
         groups[-1].append(i)
-        packed += size
+        group_size += size
     return groups
 
 
-def cuts(size: int, pieces: int) -> list[int]:
-    """Returns where a vector is cut into about equal pieces; the last one takes the remainder."""
+def split_points(size: int, pieces: int) -> list[int]:
+    """Returns where to split a vector into pieces of about one size; the last takes the remainder."""
     piece = size // max(1, min(pieces, size))
     return [piece * i for i in range(1, min(pieces, size))]
 
@@ -166,28 +165,28 @@ def cuts(size: int, pieces: int) -> list[int]:
 def sum_packed(
     arrays: Sequence[jax.Array], sum_array: SumArray, *, num_packs: int, bytes_per_pack: int
 ) -> list[jax.Array]:
-    """Adds arrays over the replicas, packed."""
+    """Sums arrays over the replicas, those of each dtype concatenated into packs."""
     results: dict[int, jax.Array] = {}
     by_dtype: dict[Any, list[int]] = {}
     for i, array in enumerate(arrays):
         by_dtype.setdefault(array.dtype, []).append(i)
     for indices in by_dtype.values():
-        same = [arrays[i] for i in indices]
+        of_dtype = [arrays[i] for i in indices]
         if bytes_per_pack:
-            groups = groups_by_size([a.size * a.dtype.itemsize for a in same], bytes_per_pack)
-            sums = [_sum_joined([same[i] for i in group], 1, sum_array) for group in groups]
+            groups = groups_by_size([a.size * a.dtype.itemsize for a in of_dtype], bytes_per_pack)
+            sums = [_sum_joined([of_dtype[i] for i in group], 1, sum_array) for group in groups]
             summed = [array for group in sums for array in group]
         elif num_packs:
-            summed = _sum_joined(same, num_packs, sum_array)
+            summed = _sum_joined(of_dtype, num_packs, sum_array)
         else:
-            summed = [sum_array(array) for array in same]
+            summed = [sum_array(array) for array in of_dtype]
         results.update(zip(indices, summed, strict=True))
     return [results[i] for i in range(len(arrays))]
 
 
 def _sum_joined(arrays: Sequence[jax.Array], pieces: int, sum_array: SumArray) -> list[jax.Array]:
     vector = jnp.concatenate([array.ravel() for array in arrays])
-    parts = jnp.split(vector, cuts(vector.size, pieces))
+    parts = jnp.split(vector, split_points(vector.size, pieces))
     total = jnp.concatenate([sum_array(part) for part in parts])
     ends = list(accumulate(array.size for array in arrays))
     vectors = jnp.split(total, ends[:-1])
@@ -195,14 +194,13 @@ def _sum_joined(arrays: Sequence[jax.Array], pieces: int, sum_array: SumArray) -
 
 
 def is_sparse(leaf: Any) -> bool:
-    """Returns whether a leaf is a sparse array of JAX."""
-    # Importing the module takes a third of a second, and who has such an array has imported it.
+    # Importing the module takes 0.3 s; a program that has such an array has imported it.
     module = sys.modules.get("jax.experimental.sparse")
     return module is not None and isinstance(leaf, module.JAXSparse)
 
 
 def all_reduce_sparse(op: ReduceOp, leaf: Any, replicas: int, *, bound: bool) -> Any:
-    """Joins the entries of all replicas, in replica order; entries of one place add up when read."""
+    """Concatenates the entries of all replicas; entries with equal indices add up when read."""
     data, indices = leaf.data, leaf.indices
     if op is ReduceOp.SUM:
         data = as_dtype(data, sum_dtype(data.dtype))

@@ -1,4 +1,4 @@
-"""Checks that the replicas hold the same bits, by hashing on the devices."""
+"""Checks that copies of arrays have the same bits on all devices, by hashing on the devices."""
 
 from __future__ import annotations
 
@@ -27,32 +27,33 @@ _by_id = attrgetter("id")
 _UNEQUAL = """\
 Values that should be equal on all devices are not:
 {lines}
-The replicas have been training different models. Restore a checkpoint, or take one device's copy for \
+The replicas have been training different models. Restore a checkpoint, or use the copy of one device on \
 all: array = jax.device_put(np.asarray(array.addressable_shards[0].data), array.sharding). Likely \
-causes are RunOptions(check_sync=False), dj.assume_mirrored of a value that was not, arrays put \
-together by hand, or a faulty device."""
+causes are RunOptions(check_sync=False), dj.assume_mirrored of a value that was not mirrored, arrays \
+assembled by hand, or a faulty device."""
 
 
 _Named: TypeAlias = tuple[str, jax.Array]
 
 
 def check_in_sync(tree: PyTree) -> None:
-    """Raises where devices that should hold the same value differ in any bit.
+    """Raises if devices that should have the same value differ in any bit.
 
-    Every device hashes its own copy, all leaves in one program, and the hashes, eight bytes for each
-    leaf and device, are gathered; no array moves. 0.0 and -0.0 differ, and so do two NaNs.
+    Every device hashes its copies of all leaves, in one program, and the hashes, eight bytes for each
+    leaf and device, are gathered; no array is transferred. 0.0 and -0.0 differ, and so do NaNs with
+    different bits.
 
-    Compared are devices that hold the same part of an array: all of them for a mirrored array, those
-    with the same shard for a sharded one; an array on one device is in sync. Values of each replica
-    (``PerReplica``) differ by design, and NumPy arrays and Python numbers are on no device: both are
-    left out. Where there are several processes each of them calls this, with the same tree.
+    Devices that have the same part of an array are compared: all of them for a mirrored array, those
+    with the same shard for a sharded one. ``PerReplica`` values differ by design, and NumPy arrays and
+    Python numbers are not on devices: both are ignored. In a job of several processes each must call
+    this with the same tree.
 
     Args:
         tree: NNX objects, such as models, optimizers and metrics, or a pytree of them and of arrays.
 
     Raises:
         ValueError: an array differs: ``OutOfSyncError``, with its path and the devices that differ
-            from the most. Or there is no array in ``tree``.
+            from the majority. Or there is no array in ``tree``.
         RuntimeError: called inside ``run`` or under jit, or an array was donated.
 
     Example:
@@ -74,33 +75,35 @@ def check_in_sync(tree: PyTree) -> None:
     if donated := [name for name, array in leaves if array.is_deleted()]:
         raise DonatedError(
             f"check_in_sync got arrays that were donated to an earlier step:\n{listed(donated)}\nPass the "
-            "model itself, whose variables hold the new ones, or keep dj.snapshot(model)."
+            "model itself, whose variables have the new ones, or keep dj.snapshot(model)."
         )
     Hashes(leaves).check()
 
 
 def out_of_sync(named: Sequence[_Named]) -> list[str]:
-    """Returns a line for each array of which devices that should hold the same bits do not."""
+    """Returns a line for each array that differs between devices that should have the same bits."""
     return Hashes([leaf for name, array in named for leaf in _arrays(array, name)]).lines()
 
 
 class Hashes:
-    """Hashes that every device computes of its copies; reading them waits, making them does not."""
+    """The hashes of arrays on each device, computed asynchronously; reading them waits."""
 
     def __init__(self, leaves: Iterable[_Named]) -> None:
-        groups: dict[_Copies, list[_Named]] = {}
+        groups: dict[_CopyLayout, list[_Named]] = {}
         for leaf in leaves:
-            if (copies := _copies(leaf[1].sharding, leaf[1].shape)) is not None:
-                groups.setdefault(copies, []).append(leaf)
-        self._groups = [(of.mesh, some, of.hashes(some)) for of, some in groups.items()]
+            if (layout := _copy_layout(leaf[1].sharding, leaf[1].shape)) is not None:
+                groups.setdefault(layout, []).append(leaf)
+        self._groups = [
+            (layout.mesh, group, layout.hashes(group)) for layout, group in groups.items()
+        ]
 
     def check(self) -> None:
-        """Raises where devices differ."""
+        """Raises if devices differ."""
         if lines := self.lines():
             raise OutOfSyncError(_UNEQUAL.format(lines=listed(lines)))
 
     def lines(self) -> list[str]:
-        """Returns a line for each array that differs between devices that hold the same part of it."""
+        """Returns a line for each array that differs between devices with the same part of it."""
         return [line for group in self._groups for line in _lines(*group)]
 
 
@@ -109,16 +112,17 @@ def hashes_of(tree: PyTree) -> Hashes:
     return Hashes(_arrays(tree))
 
 
-class _Copies(NamedTuple):
-    """The devices that have copies of arrays, as a mesh; ``whole`` if that is the arrays' own."""
+class _CopyLayout(NamedTuple):
+    """The devices that have copies of an array, as a mesh."""
 
     mesh: Mesh
-    whole: bool
+    is_replicated: bool
+    """True if the array is replicated over this mesh; otherwise it has shards on its devices."""
 
-    def of(self, array: jax.Array) -> jax.Array:
-        """Presents each device's part as its copy of one array, so that a program can read each."""
+    def view(self, array: jax.Array) -> jax.Array:
+        """Returns an array whose copy on each device is the shard there, so that a program can read each."""
         array = in_default_memory(array)
-        if self.whole:
+        if self.is_replicated:
             return array
         parts = [shard.data for shard in array.addressable_shards]
         shape = array.sharding.shard_shape(array.shape)
@@ -127,11 +131,11 @@ class _Copies(NamedTuple):
 
     def hashes(self, leaves: Sequence[_Named]) -> jax.Array:
         with outside_mesh():
-            return _hashing(self.mesh)([self.of(array) for _, array in leaves])
+            return _hash_program(self.mesh)([self.view(array) for _, array in leaves])
 
 
 @functools.lru_cache(maxsize=4096)
-def _copies(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> _Copies | None:
+def _copy_layout(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> _CopyLayout | None:
     """Returns where the copies of an array are; None if no part of it is on several devices."""
     devices = sorted(sharding.device_set, key=_by_id)
     if math.prod(sharding.shard_shape(shape)) * len(devices) == math.prod(shape):
@@ -141,18 +145,19 @@ def _copies(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> _Copies 
         isinstance(sharding, NamedSharding)
         and sharding.is_fully_replicated
         and {*sharding.mesh.axis_types} == {*auto}
-    ):  # Arrays need not be put together, which takes long.
-        return _Copies(cast("Mesh", sharding.mesh), whole=True)
-    return _Copies(Mesh(np.asarray(devices, dtype=object), (_AXIS,), axis_types=auto), whole=False)
+    ):  # The arrays themselves can be hashed; assembling others is slow.
+        return _CopyLayout(cast("Mesh", sharding.mesh), is_replicated=True)
+    mesh = Mesh(np.asarray(devices, dtype=object), (_AXIS,), axis_types=auto)
+    return _CopyLayout(mesh, is_replicated=False)
 
 
 def as_bits(array: jax.Array) -> jax.Array:
-    """Returns an array of numbers, also for random keys."""
+    """Returns random keys as their numbers, and other arrays as they are."""
     return jax.random.key_data(array) if is_key(array) else array
 
 
 def _arrays(tree: PyTree, root: str = "") -> Iterator[_Named]:
-    """Returns every array with its path, those in NNX objects included; keys as their bits."""
+    """Yields every array and its path, also those in NNX objects; random keys as numbers."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_branch):
         name = root + jax.tree_util.keystr(path)
         if isinstance(leaf, nnx.Pytree):
@@ -174,7 +179,8 @@ def _attribute(part: Any) -> str:
 
 def _lines(mesh: Mesh, leaves: Sequence[_Named], hashed: jax.Array) -> Iterator[str]:
     hashes = np.asarray(hashed)
-    if (hashes == hashes[:1]).all():  # only parts of divided arrays may differ
+    # The usual case. Otherwise the difference may be between shards, which may differ.
+    if (hashes == hashes[:1]).all():
         return
     for k, (name, array) in enumerate(leaves):
         for odd, rest in _differing(mesh, array, hashes[:, k]):
@@ -184,18 +190,18 @@ def _lines(mesh: Mesh, leaves: Sequence[_Named], hashed: jax.Array) -> Iterator[
 def _differing(
     mesh: Mesh, array: jax.Array, hashes: Any
 ) -> Iterator[tuple[list[jax.Device], list[jax.Device]]]:
-    """Yields the devices that differ, and the most that agree, of those that hold the same part."""
+    """Yields, for each part of an array, the devices whose copy differs and the majority of the others."""
     bits = {device: hashes[i].tobytes() for i, device in enumerate(mesh.devices.flat)}
-    for group in _holders(array):
-        # Of two equal halves, those differ that are without the first device.
-        usual = Counter(bits[device] for device in group).most_common(1)[0][0]
-        odd = [device for device in group if bits[device] != usual]
+    for group in _devices_by_part(array):
+        # Of two equal halves, the one with the first device counts as the majority.
+        majority = Counter(bits[device] for device in group).most_common(1)[0][0]
+        odd = [device for device in group if bits[device] != majority]
         if odd:
-            yield odd, [device for device in group if device not in odd]
+            yield odd, [device for device in group if bits[device] == majority]
 
 
 def heal(tree: PyTree) -> None:
-    """Replaces copies that differ by that of the majority, in NNX objects; raises where there is none."""
+    """Replaces copies that differ by that of the majority, in NNX objects; raises if there is none."""
     nodes = jax.tree.leaves(tree, is_leaf=_is_branch)
     for node in nodes:
         for path, variable in nnx.iter_graph(node):
@@ -210,13 +216,13 @@ def _healed(name: str, value: Any) -> Any:
         return value
     if is_key(value):
         return on_bits(functools.partial(_healed, name), value)
-    copies = _copies(value.sharding, value.shape)
-    if copies is None:
+    layout = _copy_layout(value.sharding, value.shape)
+    if layout is None:
         return value
-    devices = list(copies.mesh.devices.flat)
+    devices = list(layout.mesh.devices.flat)
     source = list(range(len(devices)))
-    hashes = np.asarray(copies.hashes([(name, value)]))[:, 0]
-    for odd, rest in _differing(copies.mesh, value, hashes):
+    hashes = np.asarray(layout.hashes([(name, value)]))[:, 0]
+    for odd, rest in _differing(layout.mesh, value, hashes):
         if len(rest) <= len(odd):
             lines = [f"{name}: {_names(odd)} not as on {_names(rest)}, which are not the majority"]
             raise OutOfSyncError(_UNEQUAL.format(lines=listed(lines)))
@@ -225,43 +231,43 @@ def _healed(name: str, value: Any) -> Any:
     if source == list(range(len(devices))):
         return value
     with outside_mesh():
-        healed = _taking(copies.mesh)(copies.of(value), np.asarray(source))
+        healed = _copy_program(layout.mesh)(layout.view(value), np.asarray(source))
     parts = [shard.data for shard in healed.addressable_shards]
     return jax.make_array_from_single_device_arrays(value.shape, value.sharding, parts)
 
 
 @functools.lru_cache(maxsize=16)
-def _taking(mesh: Mesh) -> Callable[[jax.Array, Any], jax.Array]:
-    """Returns the program in which each device takes the copy of a device that is named for it."""
+def _copy_program(mesh: Mesh) -> Callable[[jax.Array, Any], jax.Array]:
+    """Returns a program in which device i gets the copy of device ``source[i]``."""
 
-    def take(local: jax.Array, source: jax.Array) -> jax.Array:
+    def copy(local: jax.Array, source: jax.Array) -> jax.Array:
         copies = jax.lax.all_gather(local, mesh.axis_names)
         return jnp.asarray(copies[source[jax.lax.axis_index(mesh.axis_names)]])
 
-    return _on_each(mesh, take)
+    return _on_each_device(mesh, copy)
 
 
 @functools.lru_cache(maxsize=16)
-def _hashing(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
-    """Returns the program that hashes on every device and gathers: shape (devices, leaves, 2)."""
+def _hash_program(mesh: Mesh) -> Callable[[list[jax.Array]], jax.Array]:
+    """Returns a program that hashes on every device and gathers: shape (devices, leaves, 2)."""
 
     def hashes(arrays: list[jax.Array]) -> jax.Array:
         local = jnp.stack([bit_hash(array) for array in arrays])
         return jnp.asarray(jax.lax.all_gather(local, mesh.axis_names))
 
-    return _on_each(mesh, hashes)
+    return _on_each_device(mesh, hashes)
 
 
-def _on_each(mesh: Mesh, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    # Outside shard_map XLA may take one copy of a mirrored array for all of them.
+def _on_each_device(mesh: Mesh, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    # Outside shard_map XLA may use one copy of a replicated array on all devices.
     mapped = jax.shard_map(
         function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
     )
     return jax.jit(mapped)
 
 
-def _holders(array: jax.Array) -> list[list[jax.Device]]:
-    """Groups the devices by the part of an array that they hold."""
+def _devices_by_part(array: jax.Array) -> list[list[jax.Device]]:
+    """Groups the devices by the part of an array that they have."""
     groups: dict[Any, list[jax.Device]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         part = tuple((s.start, s.stop) for s in index)
@@ -278,18 +284,18 @@ def _names(devices: Sequence[jax.Device]) -> str:
     return ", ".join(names) + (f" and {len(devices) - 8} more" if len(devices) > 8 else "")
 
 
-# The finaliser of MurmurHash3 by Austin Appleby, in the public domain: every bit of the word moves
-# every bit of the result, and no two words give the same.
+# The finaliser of MurmurHash3 by Austin Appleby, in the public domain: every bit of a word affects
+# every bit of the result, and different words have different results.
 _STEPS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 _SEEDS = (0x9E3779B9, 0x7F4A7C15)
 """Two independent lanes of 32 bits, since JAX has no 64-bit integers by default."""
 
 
 def bit_hash(array: jax.Array) -> jax.Array:
-    """Hashes the bits of an array: 0.0 and -0.0 differ, and so do two NaNs.
+    """Hashes the bits of an array: 0.0 and -0.0 differ, and so do NaNs with different bits.
 
-    One changed element always changes the hash, since each is mixed one to one with its position
-    before all are added; other changes go unseen once in 2⁶⁴.
+    A change of one element always changes the hash, since each is mixed with its position by a bijection
+    before all are added; other changes are missed once in 2⁶⁴.
     """
     words = _words(array)
     position = jax.lax.iota(jnp.uint32, math.prod(words.shape)).reshape(words.shape)
@@ -311,7 +317,7 @@ def _words(array: jax.Array) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return jnp.stack([_words(jnp.real(array)), _words(jnp.imag(array))])
     info: Any = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
-    bits = info(dtype).bits  # of a 4-bit type 4, while its itemsize is a byte
+    bits = info(dtype).bits  # not itemsize, which is one byte for 4-bit types
     if bits == 64:
         return jax.lax.bitcast_convert_type(array, jnp.uint32)
     return jax.lax.bitcast_convert_type(array, f"uint{bits}").astype(jnp.uint32)

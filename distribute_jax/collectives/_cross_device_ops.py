@@ -1,4 +1,4 @@
-"""``CrossDeviceOps``: the interface of all-reduce algorithms, and the native one of XLA."""
+"""``CrossDeviceOps``: the interface of all-reduce algorithms; and that of XLA, the default."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from distribute_jax.collectives._markers import assume_mirrored
 class CrossDeviceOps(abc.ABC):
     """How arrays are added over the replicas; subclass it to write your own.
 
-    A subclass says how one array is added. The library does the rest around it: it converts dtypes,
-    packs small arrays, divides for a mean, and differentiates: the gradient is the same operation on
-    the upstream gradients, as in TensorFlow.
+    A subclass defines the sum of one array. The library converts dtypes, packs small arrays, divides
+    for a mean, and differentiates: the gradient is the same operation on the upstream gradients, as in
+    TensorFlow.
 
-    A step may change state with the result only if it is proved the same on every replica. A result
-    that comes from ``jax.lax.psum`` or ``jax.lax.all_gather`` over the whole axis is; declare any
-    other with ``dj.assume_mirrored``, and see to it that it is bitwise equal: add each element on one
-    replica and copy the sum.
+    A step may change state with the result only if it is proved equal on every replica. A result of
+    ``jax.lax.psum`` or ``jax.lax.all_gather`` over the complete axis is; declare any other with
+    ``dj.assume_mirrored``, and make sure that it is bitwise equal: sum each element on one replica and
+    copy the sum to the others.
 
     Attributes:
-        num_packs: the number of long vectors that the arrays of each dtype are joined and cut into;
-            with 0 each array comes as it is.
+        num_packs: the arrays of each dtype are concatenated and divided into this many vectors; with 0
+            each array is passed as it is.
 
     Example:
         >>> import distribute_jax as dj, jax
@@ -47,13 +47,13 @@ class CrossDeviceOps(abc.ABC):
     """
 
     num_packs: int = 0
-    """Vectors that the arrays of each dtype are joined and cut into; 0 for none."""
+    """Vectors into which the arrays of each dtype are packed; 0 for no packing."""
 
     @abc.abstractmethod
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
-        """Adds an array over the replicas, element by element; every replica gets the sum.
+        """Sums an array over the replicas, element by element; every replica gets the sum.
 
-        It is traced inside the step, on every replica, and may use any of JAX's collectives.
+        It is traced inside the step, and may use any of JAX's collectives.
 
         Args:
             value: this replica's array, of any shape; a vector where arrays are packed.
@@ -68,16 +68,16 @@ class CrossDeviceOps(abc.ABC):
 
 
 sum_p: Any = Primitive("cross_device_sum")
-"""The sum of one array over the replicas by some operation, whose trace is the parameter ``jaxpr``.
+"""The sum of one array over the replicas by a ``CrossDeviceOps``, whose trace is the parameter ``jaxpr``.
 
-Its own transpose, by definition: JAX would transpose the single sends and receives instead, which adds
-up in another order, and in a result that is not provably mirrored. ``jax.custom_vjp`` would refuse
-forward mode, and ``jax.custom_derivatives.linear_call`` cannot be vmapped.
+It is its own transpose. JAX would transpose the individual sends and receives instead, which adds in
+another order, and whose result is not provably mirrored. ``jax.custom_vjp`` does not support forward
+mode, and ``jax.custom_derivatives.linear_call`` does not support vmap.
 """
 
 
 def sum_by(ops: CrossDeviceOps, value: jax.Array) -> jax.Array:
-    """Adds an array over the replicas with an operation, differentiably."""
+    """Sums an array over the replicas by an operation, differentiably."""
     if not value.size:
         return assume_mirrored(value)
     return _bind(type(ops).__name__, lambda x: ops.all_reduce_sum(x, DATA), value)
@@ -100,8 +100,8 @@ def _check_result(name: str, jaxpr: Any, value: Any) -> None:
         )
     if any(isinstance(const, jax.core.Tracer) for const in jaxpr.consts):
         raise ArgumentError(
-            f"{name}.all_reduce_sum uses a traced value from outside of it. It may only "
-            "use its arguments: compute what it needs, such as jax.lax.axis_index(axis_name), inside."
+            f"{name}.all_reduce_sum uses a traced value from outside of it. It may use only its "
+            "arguments: compute other values, such as jax.lax.axis_index(axis_name), inside."
         )
 
 
@@ -132,14 +132,14 @@ ad.primitive_transposes[sum_p] = _transpose
 
 
 class NcclAllReduce(CrossDeviceOps):
-    """XLA's own all-reduce, whatever the platform: NCCL on NVIDIA GPUs.
+    """XLA's all-reduce on every platform: NCCL on NVIDIA GPUs.
 
-    It is what a strategy uses by default, and the fastest one.
+    It is the default of strategies, and the fastest.
 
     Args:
-        num_packs: with 0 and 1, XLA joins the arrays by itself, without copying them. With more, the
-            arrays of each dtype are joined and cut into that many vectors of about one length, the
-            last of which takes the remainder; XLA may join them again.
+        num_packs: with 0 and 1, XLA combines the arrays itself, without copying them. With more, the
+            arrays of each dtype are concatenated and divided into that many vectors of about one length,
+            the last of which takes the remainder; XLA may combine them again.
 
     Raises:
         ValueError: ``num_packs`` is not an int of 0 or more.

@@ -1,4 +1,4 @@
-"""In which dtype replicas are added up, and which leaves can be added at all: one rule for all methods."""
+"""The dtypes in which all methods sum over the replicas, and the leaves that can be summed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ function given to run, and leave other leaves out."""
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """Returns the dtype of a sum over the replicas, as of ``jnp.sum``, where narrow integers get wider."""
+    """Returns the dtype of a sum over the replicas, as of ``jnp.sum``, which widens narrow integers."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return dtype
     return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), dtype)).dtype
@@ -31,10 +31,10 @@ def mean_dtype(dtype: Any) -> Any:
 
 
 def mean_accumulator(dtype: Any) -> Any:
-    """Returns the dtype in which values are added up for a mean.
+    """Returns the dtype in which values are summed for a mean.
 
-    The sum of float16 values leaves their range long before their mean does. bfloat16 has the range
-    of float32 and stays what it is, since twice the bytes would cross the network.
+    A sum of float16 values can overflow although their mean does not. bfloat16 has the range of
+    float32 and is kept, since float32 would double the traffic.
     """
     finfo: Any = jnp.finfo
     is_short = (
@@ -44,25 +44,25 @@ def mean_accumulator(dtype: Any) -> Any:
 
 
 def wide(dtype: Any) -> Any:
-    """Returns the dtype in which an addition one by one keeps the last bit: float32 at least."""
+    """Returns a dtype, at least float32, in which sequential additions lose no bits of a narrow dtype."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     return jnp.dtype(jnp.float32) if narrow else dtype
 
 
 def as_dtype(array: jax.Array, dtype: Any) -> jax.Array:
-    """Converts an array; one that has the dtype stays as it is, weak or not."""
+    """Converts an array, unless it has the dtype; then it stays weakly typed if it is."""
     return array if array.dtype == dtype else array.astype(dtype)
 
 
 def check_summable(leaves: Iterable[tuple[str, Any]], method: str) -> None:
-    """Raises for leaves that are not numbers."""
+    """Raises an error that lists the leaves that are not numbers."""
     bad = [f"{name}: {leaf_text(leaf)}" for name, leaf in leaves if not is_numeric(leaf)]
     if bad:
         raise ArgumentError(_REFUSED.format(method=method, lines=listed(bad)))
 
 
 def is_numeric(leaf: Any) -> bool:
-    """Returns whether a leaf is a number or an array of them; a bool is not."""
+    """True if a leaf is a number or an array of numbers; bools are not."""
     if isinstance(leaf, (bool, str, bytes)):
         return False
     dtype = getattr(leaf, "dtype", None)
@@ -72,7 +72,7 @@ def is_numeric(leaf: Any) -> bool:
 
 
 def is_joinable(leaf: Any) -> bool:
-    """Returns whether a leaf can be joined with others along a dim: numbers and bools."""
+    """True for numbers, bools and arrays of them, which can be concatenated."""
     dtype = getattr(leaf, "dtype", None)
     is_bool = isinstance(leaf, bool) or (dtype is not None and jnp.issubdtype(dtype, jnp.bool_))
     return is_bool or is_numeric(leaf)

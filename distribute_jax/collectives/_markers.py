@@ -1,4 +1,4 @@
-"""Primitives that compute nothing and mark a value for the proof: mirrored, unreduced, part of a mean."""
+"""Identity primitives that mark values for the proofs: mirrored, unreduced, part of a mean, real rows."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ def _marker(name: str) -> Any:
     marker.def_abstract_eval(lambda *xs: list(xs))
     mlir.register_lowering(marker, lambda ctx, *xs: list(xs))
     batching.primitive_batchers[marker] = lambda xs, dims: (marker.bind(*xs), dims)
-    # Derivatives are not marked: what is known of x need not hold for its tangents and cotangents.
+    # Tangents and cotangents are not marked: what holds for x need not hold for them.
     ad.primitive_jvps[marker] = lambda xs, tangents: (marker.bind(*xs), list(tangents))
     ad.primitive_transposes[marker] = lambda cotangents, *xs: list(cotangents)
     return marker
 
 
 mirrored_p = _marker("mirrored")
-"""Its result is trusted to be mirrored by the proof of ``distribute_jax.program``."""
+"""The proof of sync trusts that its results are mirrored."""
 
 unreduced_p = _marker("unreduced")
-"""The proof refuses a program where all of its arrays are mirrored."""
+"""The proof of sync refuses a program in which all of its arrays are mirrored."""
 
 part_of_mean_p = _marker("part_of_mean")
-"""What the step does with the part before it is summed is looked at when it is traced."""
+"""The trace of a step is checked for uses of the part before it is summed."""
 
 _real_rows_p = _marker("real_rows")
-"""Its bools of shape (rows,) are False exactly for the rows that are padding."""
+"""Its bools of shape (rows,) are False exactly for rows of padding."""
 
 
 def assume_mirrored(x: T) -> T:
-    """Declares that ``x`` is the same on every replica, where the proof cannot show it.
+    """Declares that ``x`` is equal on every replica, if the proof cannot show it.
 
-    The value passes through unchanged, and so do its gradients; nothing is communicated. What is
-    declared is not checked in an ordinary run: if the replicas do differ, they stay different, and
-    state that depends on ``x`` diverges; ``RunOptions(verify="first")`` compares the replicas' copies
-    of what the step leaves, bit by bit. To *make* a value the same everywhere, reduce it with
-    ``get_replica_context().all_reduce`` instead; no declaration is needed then.
+    The value and its gradients pass through unchanged; nothing is communicated. The declaration is
+    not checked in an ordinary run: if the replicas differ, they stay different, and state that depends
+    on ``x`` diverges. ``RunOptions(verify="first")`` compares the copies of the state that the step
+    returns, bit by bit. To *make* a value equal everywhere, reduce it with
+    ``get_replica_context().all_reduce`` instead, which needs no declaration.
 
-    Typical uses: the result of a callback or a custom kernel that returns the same answer on every
+    Typical uses: the result of a callback or a custom kernel that returns the same value on every
     replica, and a reduction written by hand with ``ppermute``.
 
     Args:
@@ -73,7 +73,7 @@ def assume_mirrored(x: T) -> T:
 
 
 def unreduced(leaves: Sequence[Any]) -> list[Any]:
-    """Marks arrays that are about to be summed over the replicas: a mistake if all are equal already."""
+    """Marks arrays that will be summed over the replicas: a mistake if all are already mirrored."""
     return list(unreduced_p.bind(*leaves)) if leaves else []
 
 
@@ -83,5 +83,5 @@ def part_of_mean(part: jax.Array) -> jax.Array:
 
 
 def real_rows(mask: jax.Array) -> jax.Array:
-    """Marks a mask of the rows of this replica's share as the one that is False for padding."""
+    """Marks the mask of this replica's rows that is False for padding."""
     return cast("jax.Array", _real_rows_p.bind(mask)[0])

@@ -1,4 +1,4 @@
-"""Options of collectives: the reduction, packing, and the implementation as TensorFlow names it."""
+"""Options of collectives: the reduction, packing and implementation, as in TensorFlow."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ class CommunicationImplementation(enum.Enum):
     """
 
     AUTO = "AUTO"
-    """The operation of the strategy; XLA's own collectives by default."""
+    """The operation of the strategy; XLA's collectives by default."""
     RING = "RING"
     """A ring of replicas, each of which sends to the next: ``dj.RingAllReduce``."""
     NCCL = "NCCL"
-    """XLA's own collectives: NCCL on NVIDIA GPUs, and what each other platform has."""
+    """XLA's collectives: NCCL on NVIDIA GPUs, and those of each other platform."""
 
 
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """How a call of ``all_reduce`` is to combine the replicas.
+    """How a call of ``all_reduce`` combines the replicas.
 
-    Options of one call override those of the strategy; see :meth:`merge`. They never change the
-    numbers by more than rounding: arrays of different dtypes are not packed together, so
-    one call may mix them.
+    Options of one call override those of the strategy; see :meth:`merge`. They change the numbers
+    at most by rounding: arrays of different dtypes are not packed together, so one call may mix them.
 
     Args:
-        bytes_per_pack: arrays of one dtype are joined until a pack holds more than this many bytes; 0
-            leaves packing to the cross-device operation. Whole arrays are packed, so packs err on the
-            large side. It is a hint: XLA may join small collectives, or none at all.
+        bytes_per_pack: arrays of one dtype are concatenated until a pack has more than this many bytes; 0
+            leaves packing to the cross-device operation. Arrays are not split, so packs may exceed it.
+            It is a hint: XLA may combine collectives.
         timeout_seconds: how long processes wait for each other on the host; None and 0 mean no limit.
-            The replicas of one process cannot be late, so ``MirroredStrategy`` has no use for it, and
-            a collective inside a compiled step is bounded by XLA's own flags alone.
+            It has no effect on ``MirroredStrategy`` in one process, nor on collectives inside a compiled
+            step, which are limited only by XLA's flags.
         implementation: a ``CommunicationImplementation`` or its name.
 
     Raises:
@@ -59,7 +58,7 @@ class CommunicationOptions:
     timeout_seconds: float | None = None
     """Seconds that processes wait for each other on the host."""
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
-    """The algorithm; a ``CommunicationImplementation`` once made."""
+    """The algorithm; a name is converted to a ``CommunicationImplementation``."""
 
     def __post_init__(self) -> None:
         check_int("CommunicationOptions(bytes_per_pack)", self.bytes_per_pack, 0)
@@ -114,5 +113,4 @@ class ReduceOp(enum.Enum):
 
 
 def reduce_op(value: ReduceOp | str) -> ReduceOp:
-    """Turns a name in any letter case into a ``ReduceOp``."""
     return as_member("reduce_op", value, ReduceOp)

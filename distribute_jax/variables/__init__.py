@@ -1,4 +1,4 @@
-"""Variables whose writes and reads combine the replicas: TensorFlow's, on ``nnx.Variable``."""
+"""``dj.Variable``: an ``nnx.Variable`` with TensorFlow's rules of synchronization and aggregation."""
 
 from distribute_jax.variables._access import (
     readable_by_other_threads as readable_by_other_threads,

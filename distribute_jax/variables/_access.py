@@ -1,8 +1,8 @@
-"""Where a variable is accessed: on a replica, in a step, under another strategy, on another thread.
+"""Access to variables from other threads, and under other strategies.
 
 Computing with an array that was donated to a step crashes JAX 0.10, and two threads that start programs on
-several devices can wait for each other without end. Copying it to the host is safe: that returns the
-numbers, or raises an error after which the next array can be copied.
+several devices can deadlock. Copying an array to the host is safe: it returns the numbers or raises an
+error, after which the variable may have a new array.
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ from distribute_jax.variables._components import uncommitted_copy
 
 
 def inside_run() -> bool:
-    """Whether the raw value is one replica's: inside ``run``, ``merge_call`` included."""
+    """True if a raw value is that of one replica: inside ``run``, also in ``merge_call``."""
     return _frames.in_replica_context() or _context.in_merge_call()
 
 
-def readable_here(raw: Any) -> Any:
-    """Returns a value of another strategy's variable as one that computes under the current strategy.
-
-    An array of which no process has all the data is left to who combines it.
-    """
+def for_current_strategy(raw: Any) -> Any:
+    """Returns a raw value; of another strategy's variable a copy that the current one can compute with."""
+    # An array of which no process has all the data is combined by the caller.
     if _foreign_mesh(raw) is None or not (raw.is_fully_addressable or raw.is_fully_replicated):
         return raw
     with outside_mesh():
@@ -44,21 +42,21 @@ def readable_here(raw: Any) -> Any:
 
 
 def check_current_strategy(raw: Any, name: str) -> None:
-    """Raises if code under one strategy writes a variable of another, over several devices."""
+    """Raises if a variable of another strategy, on several devices, is written."""
     mesh = _foreign_mesh(raw)
     if mesh is None or mesh.size == 1:
         return
     current = _frames.current().strategy
     raise MixedStrategiesError(
-        f"Variable {name!r} was written under {current!r}, but it was made under another strategy, over "
+        f"Variable {name!r} was written under {current!r}, but it was created under another strategy, on "
         f"[{', '.join(map(str, mesh.devices.flat))}]. Mixing different tf.distribute.Strategy objects: "
-        "reading it there is allowed, writing is not. Leave this scope before assigning it, or make a "
+        "reading it there is allowed, writing is not. Leave this scope before assigning it, or create a "
         "variable of this strategy with dj.Variable(other.numpy())."
     )
 
 
 def _foreign_mesh(raw: Any) -> Mesh | None:
-    """Returns the mesh of a value on other devices than those of the current strategy."""
+    """Returns the mesh of a value if its devices are not those of the current strategy."""
     top = _frames.entered()
     if top is None or not isinstance(raw, jax.Array) or isinstance(raw, jax.core.Tracer):
         return None
@@ -72,22 +70,22 @@ def _foreign_mesh(raw: Any) -> Mesh | None:
 _TIMEOUT = 30.0
 """Seconds to wait for a step's new value; it is written microseconds after the old one is donated."""
 
-_UNEXPLAINED = 1.0
-"""Seconds until an error counts although the array is valid: it is marked after its memory is gone."""
+_MAX_RETRY_SECONDS = 1.0
+"""Seconds after which the error of an array that is not donated is raised: JAX marks it late."""
 
-_PAUSE = 0.0005
+_POLL_INTERVAL = 0.0005
 
 _before_trace: dict[int, Any] = {}
-"""The values of variables before the step that is being traced, which puts tracers into them, by id."""
+"""By id, the values of variables before the step being traced, which stores tracers in them."""
 
 
 @contextmanager
 def readable_by_other_threads(
     variables: Sequence[nnx.Variable[Any]], raws: Sequence[Any]
 ) -> Iterator[None]:
-    """Lets other threads read the values of variables before a trace, for the time of the trace."""
+    """During a trace, makes other threads read the values that variables had before it."""
     values = {id(v): raw for v, raw in zip(variables, raws, strict=True)}
-    # In a trace inside a trace the outermost values are the numbers.
+    # In nested traces only the outermost values are not tracers.
     new = {key: raw for key, raw in values.items() if key not in _before_trace}
     _before_trace.update(new)
     try:
@@ -98,27 +96,27 @@ def readable_by_other_threads(
 
 
 def readable_raw(variable: nnx.Variable[Any]) -> Any:
-    """Returns the raw value of a variable; in another thread than that of the steps, a copy of it."""
+    """Returns the raw value of a variable; a copy if another thread runs the steps."""
     raw = variable.get_raw_value()
     if not at_top_level():
         return raw
     if _context.other_thread_runs_steps() or id(variable) in _before_trace:
         return _copy_when_written(variable)
     if is_donated(raw):
-        raise _gone(variable, "left no new value, as it failed or is not finished")
+        raise _donated_error(variable, "wrote no new value, because it failed or has not finished")
     return raw
 
 
-def on_this_thread(array: jax.Array) -> jax.Array:
-    """Returns an array that this thread can compute with while another thread runs steps."""
+def for_this_thread(array: jax.Array) -> jax.Array:
+    """Returns an array; if another thread runs steps, a copy with which this thread can compute."""
     if not _context.other_thread_runs_steps() or not at_top_level():
         return array
     if not array.is_fully_addressable:
         raise ContextError(
             "An ON_READ variable was read in another thread than the one that runs steps. Its components "
             "are distributed over several processes, so reading it is a collective, and collectives in two "
-            "threads may deadlock. Read it in the thread that runs the steps and hand the number over, or "
-            "read this process's .values."
+            "threads may deadlock. Read it in the thread that runs the steps and pass the number on, or "
+            "read the .values of this process."
         )
     return jnp.asarray(np.asarray(array))
 
@@ -131,16 +129,16 @@ def _copy_when_written(variable: nnx.Variable[Any]) -> Any:
             return jax.tree.map(_copied, raw)
         except Exception:
             waited = time.monotonic() - started
-            missing = any(map(_is_missing, jax.tree.leaves(raw)))
-            if not missing and waited > _UNEXPLAINED:
+            in_use = any(map(_is_in_use, jax.tree.leaves(raw)))
+            if not in_use and waited > _MAX_RETRY_SECONDS:
                 raise
         if waited > _TIMEOUT:
-            raise _gone(variable, f"left no new value within {_TIMEOUT:g} s")
-        time.sleep(_PAUSE)
+            raise _donated_error(variable, f"wrote no new value within {_TIMEOUT:g} s")
+        time.sleep(_POLL_INTERVAL)
 
 
 def _copied(leaf: Any) -> Any:
-    """Copies an array through the host, with its sharding, without a computation."""
+    """Copies an array through the host, without a computation; keeps its sharding."""
     if not isinstance(leaf, jax.Array):
         return leaf
     if is_key(leaf):
@@ -155,15 +153,15 @@ def _copied(leaf: Any) -> Any:
     return mark_mirrored(copy, step_of(leaf)) if isinstance(leaf, Mirrored) else copy
 
 
-def _is_missing(leaf: Any) -> bool:
-    """Whether a step has the array: it was donated, or the step is being traced with it."""
+def _is_in_use(leaf: Any) -> bool:
+    """True if a step uses the variable: the array was donated to it, or replaced by a tracer."""
     return isinstance(leaf, jax.core.Tracer) or is_donated(leaf)
 
 
-def _gone(variable: nnx.Variable[Any], why: str) -> DonatedError:
+def _donated_error(variable: nnx.Variable[Any], why: str) -> DonatedError:
     name = variable.get_metadata().get("name") or type(variable).__name__
     return DonatedError(
         f"Variable {name!r} cannot be read: it was donated to a step, which {why}. Restore it from a "
-        "checkpoint or a dj.snapshot made before, or assign it again; RunOptions(donate_state=False) keeps "
-        "the state of a step that fails."
+        "checkpoint or an earlier dj.snapshot, or assign it again; with RunOptions(donate_state=False) "
+        "state is kept if a step fails."
     )

@@ -1,4 +1,4 @@
-"""The components of an ON_READ variable, one for each replica; and scattered updates of rows."""
+"""Components of ON_READ variables, one for each replica; and scatter updates of rows."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from distribute_jax.variables._rules import VariableAggregation
 def initial_components(
     value: jax.Array, replicas: int, aggregation: VariableAggregation
 ) -> jax.Array:
-    """Stacks the first components: under SUM replica 0 has the value and the others 0."""
+    """Returns the stacked initial components: under SUM the value on replica 0 and 0 on the others."""
     if aggregation is VariableAggregation.SUM:
-        nothing = jnp.zeros((replicas - 1, *value.shape), value.dtype)
-        return jnp.concatenate([value[None], nothing])
+        zeros = jnp.zeros((replicas - 1, *value.shape), value.dtype)
+        return jnp.concatenate([value[None], zeros])
     return jnp.broadcast_to(value, (replicas, *value.shape))
 
 
 def divide(value: jax.Array, replicas: int, aggregation: VariableAggregation) -> jax.Array:
-    """Stacks the components of a value assigned from outside.
+    """Returns the stacked components of a value assigned from outside.
 
     Under SUM each replica gets an equal share, and replica 0 the remainder, so that integers and
     floats, infinity included, read back exactly.
@@ -51,27 +51,28 @@ def divide(value: jax.Array, replicas: int, aggregation: VariableAggregation) ->
 
 
 def _share(value: jax.Array, replicas: int) -> jax.Array:
-    """Returns about value / N, so that shares and remainder add up exactly, in any order.
+    """Returns about value / replicas, such that shares and remainder add up exactly, in any order.
 
-    A float's is a multiple of its last digit, or 0 where there is none: then no partial sum is rounded.
+    The share of a float is a multiple of the unit in its last place (ulp), so that no partial sum is
+    rounded; or 0 if the ulp is subnormal or not finite.
     """
     if jnp.issubdtype(value.dtype, jnp.integer):
         return value // replicas
     if not jnp.issubdtype(value.dtype, jnp.floating):
         return jnp.zeros_like(value)
-    size = jnp.abs(value)
-    digit = jnp.nextafter(size, jnp.full_like(size, jnp.inf)) - size
+    magnitude = jnp.abs(value)
+    ulp = jnp.nextafter(magnitude, jnp.full_like(magnitude, jnp.inf)) - magnitude
     finfo: Any = jnp.finfo
-    has_digit = jnp.isfinite(digit) & (digit >= finfo(value.dtype).tiny)
-    digit = jnp.where(has_digit, digit, 1)
-    share = jnp.trunc(value / digit / replicas) * digit
-    return jnp.where(has_digit, share, 0).astype(value.dtype)
+    has_ulp = jnp.isfinite(ulp) & (ulp >= finfo(value.dtype).tiny)
+    ulp = jnp.where(has_ulp, ulp, 1)
+    share = jnp.trunc(value / ulp / replicas) * ulp
+    return jnp.where(has_ulp, share, 0).astype(value.dtype)
 
 
 def combine(stacked: jax.Array, aggregation: VariableAggregation, name: str) -> jax.Array:
-    """Returns the value that the components of a variable read as."""
+    """Returns the aggregate of the stacked components of a variable."""
     if not isinstance(stacked, jax.core.Tracer) and not stacked.is_fully_addressable:
-        # All processes read it together, and each gets a local copy of the result.
+        # All processes read it together, and each gets a local copy.
         return combine(uncommitted(local_copy_of_replicated(stacked)), aggregation, name)
     if stacked.shape[0] == 1:
         return stacked[0]
@@ -82,20 +83,20 @@ def combine(stacked: jax.Array, aggregation: VariableAggregation, name: str) -> 
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return stacked[0]
     raise ArgumentError(
-        f"The ON_READ variable {name!r} was read in cross-replica context, and has aggregation=NONE: "
-        "nothing says how its replicas' values become one. Could not convert from "
-        "`VariableAggregation.NONE`; make it with aggregation=dj.VariableAggregation.SUM, MEAN or "
+        f"The ON_READ variable {name!r} was read in cross-replica context, and has aggregation=NONE: it "
+        "is not defined how its components become one value. Could not convert from "
+        "`VariableAggregation.NONE`; create it with aggregation=dj.VariableAggregation.SUM, MEAN or "
         "ONLY_FIRST_REPLICA, or read its .values."
     )
 
 
 def uncommitted_copy(value: jax.Array) -> jax.Array:
-    """Returns the same numbers, or random keys, in an array that is not committed to a device."""
+    """Returns a copy of an array of numbers or random keys that is not committed to a device."""
     return on_bits(lambda numbers: jnp.asarray(np.asarray(numbers)), value)
 
 
 def from_result(raw: Any) -> Any:
-    """Returns the components of a variable in the result of a step: what each replica returned."""
+    """Returns the stacked components of a variable that a step returned."""
     if isinstance(raw, PerReplica):
         return raw.global_array
     if isinstance(raw, Mirrored):
@@ -105,17 +106,17 @@ def from_result(raw: Any) -> Any:
 
 
 def first_replica(value: jax.Array) -> jax.Array:
-    """Returns the value of replica 0 on every replica: numbers, bools or random keys."""
+    """Broadcasts the value of replica 0: numbers, bools or random keys."""
 
     def first(numbers: jax.Array) -> jax.Array:
-        mine = jnp.where(jax.lax.axis_index(DATA) == 0, numbers, jnp.zeros_like(numbers))
-        return jnp.asarray(jax.lax.psum(mine, DATA), numbers.dtype)
+        local = jnp.where(jax.lax.axis_index(DATA) == 0, numbers, jnp.zeros_like(numbers))
+        return jnp.asarray(jax.lax.psum(local, DATA), numbers.dtype)
 
     return on_bits(first, value)
 
 
 def cores_of(mirrored: jax.Array) -> int:
-    """Returns how many devices hold one replica's copy of a mirrored value."""
+    """Returns the number of devices that have one replica's copy of a mirrored value."""
     mesh = getattr(mirrored.sharding, "mesh", None)
     if isinstance(mesh, Mesh) and DATA in mesh.axis_names:
         return cores_per_replica(mesh)
@@ -123,14 +124,14 @@ def cores_of(mirrored: jax.Array) -> int:
 
 
 def place(stacked: Any, mesh: Mesh) -> Any:
-    """Puts one component on each replica."""
+    """Places stacked components, one on each replica."""
     if isinstance(stacked, jax.core.Tracer):
         return stacked
     return put(stacked, split_sharding(mesh))
 
 
 def mesh_of(stacked: Any) -> Mesh | None:
-    """Returns the mesh with a component on each replica; None where the user's jit stored them elsewhere."""
+    """Returns the mesh with one component on each replica; None if the user's jit placed them otherwise."""
     mesh = getattr(stacked.sharding, "mesh", None)
     if not isinstance(mesh, Mesh) or num_replicas(mesh) != stacked.shape[0]:
         return None
@@ -138,7 +139,7 @@ def mesh_of(stacked: Any) -> Mesh | None:
 
 
 def reshard(stacked: jax.Array, mesh: Mesh, aggregation: VariableAggregation) -> jax.Array:
-    """Returns the components for the replicas of a mesh, so that the variable reads the same."""
+    """Returns components with the same aggregate for the replicas of another mesh."""
     if mesh_of(stacked) == mesh:
         return stacked
     replicas = num_replicas(mesh)
@@ -156,11 +157,11 @@ SCATTERS: dict[str, str] = {
     "add": "add", "sub": "subtract", "mul": "multiply", "div": "divide", "min": "min",
     "max": "max", "update": "set",
 }  # fmt: skip
-"""The name of each operation in TensorFlow and in JAX."""
+"""Names of scatter operations in TensorFlow, and the methods of ``array.at`` in JAX."""
 
 
 def check_rows(indices: Any, updates: jax.Array, shape: tuple[int, ...], method: str) -> jax.Array:
-    """Returns the rows as an array of integers; those that are not traced must exist."""
+    """Returns row indices as an array of integers; raises if indices that are not traced do not exist."""
     with converting(f"{method}: indices", indices, "integers along dim 0 of the variable"):
         rows = indices if isinstance(indices, jax.Array) else np.asarray(indices)
     if not shape or not jnp.issubdtype(rows.dtype, jnp.integer):
@@ -172,7 +173,7 @@ def check_rows(indices: Any, updates: jax.Array, shape: tuple[int, ...], method:
     if concrete and not -shape[0] <= int(np.min(rows)) <= int(np.max(rows)) < shape[0]:
         raise ArgumentError(
             f"{method} got indices from {int(np.min(rows))} to {int(np.max(rows))}, and the variable has "
-            f"{shape[0]} rows, 0 to {shape[0] - 1}. JAX would leave such rows out silently."
+            f"{shape[0]} rows, 0 to {shape[0] - 1}. JAX would silently ignore such rows."
         )
     return jnp.asarray(rows)
 
@@ -184,9 +185,10 @@ def scatter(
     updates: jax.Array,
     combine_replicas: Combine | None,
 ) -> jax.Array:
-    """Returns the value after the rows were changed; integers are divided toward zero.
+    """Returns the value with some rows changed; integers are divided toward zero.
 
-    ``combine_replicas`` combines dense sums, or factors over the rows that any replica touches.
+    ``combine_replicas`` combines the replicas' dense sums, or their factors for the rows that any of
+    them changes.
     """
     if combine_replicas is None:
         if op == "div":

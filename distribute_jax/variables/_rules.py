@@ -1,4 +1,4 @@
-"""Rules of variables: synchronization and aggregation, casts of what is written, creation in a trace."""
+"""Rules of variables: synchronization and aggregation, casts of written values, creation in a trace."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distribute_jax._messages import check_int_range
 
 
 class VariableSynchronization(enum.Enum):
-    """When the replicas' values of a variable become one.
+    """When the replicas' values of a variable are combined.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/VariableSynchronization
     """
@@ -30,11 +30,11 @@ class VariableSynchronization(enum.Enum):
     ON_WRITE = "ON_WRITE"
     """At every write: the variable is mirrored."""
     ON_READ = "ON_READ"
-    """When it is read outside of ``run``: each replica has a local value."""
+    """When it is read outside of ``run``; each replica has a local value."""
 
 
 class VariableAggregation(enum.Enum):
-    """How the replicas' values become one.
+    """How the replicas' values are combined.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/VariableAggregation
     """
@@ -52,7 +52,7 @@ class VariableAggregation(enum.Enum):
 def check_kinds(
     synchronization: Any, aggregation: Any, dtype: Any
 ) -> tuple[VariableSynchronization, VariableAggregation]:
-    """Checks the kinds of a variable, and turns AUTO into ON_WRITE."""
+    """Returns the members for the arguments of a variable, with ON_WRITE for AUTO; raises if invalid."""
     synchronization = as_member(
         "dj.Variable: synchronization", synchronization, VariableSynchronization
     )
@@ -60,7 +60,7 @@ def check_kinds(
     if synchronization is VariableSynchronization.NONE:
         raise ArgumentError(
             "dj.Variable: synchronization=NONE is invalid, since the replicas would diverge. Use ON_WRITE, "
-            "or ON_READ where each replica keeps a local value."
+            "or ON_READ, with which each replica keeps a local value."
         )
     if aggregation is VariableAggregation.MEAN and not jnp.issubdtype(dtype, jnp.inexact):
         raise ArgumentError(
@@ -73,30 +73,30 @@ def check_kinds(
 
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
-"""Each kind of number can be written where a later one is kept, not the other way round."""
+"""Kinds of numbers, each of which can be converted to the later ones, but not to the earlier ones."""
 
 
 def cast(value: Any, dtype: Any, name: str) -> jax.Array:
-    """Returns an array of a variable's dtype, or raises if it cannot hold it: 0.5 in an int, 300 in a uint8.
+    """Converts a value to a variable's dtype; raises for 0.5 in an int or 300 in a uint8.
 
-    A shorter float is rounded, as everywhere in JAX.
+    Floats are rounded to shorter ones, as everywhere in JAX.
     """
     with converting(f"Variable {name!r}: value", value):
-        traced = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
-        # NumPy holds a large Python integer, JAX would refuse it or wrap it.
-        array: Any = jnp.asarray(value) if traced else np.asarray(value)
+        is_jax = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
+        # NumPy can represent a large Python integer; JAX would refuse or wrap it.
+        array: Any = jnp.asarray(value) if is_jax else np.asarray(value)
     if array.dtype != dtype and not _can_hold(dtype, array):
         raise ArgumentError(
             f"Variable {name!r} has dtype {dtype} and was given {array.dtype}"
             f"{'' if isinstance(array, jax.core.Tracer) else f' {array!s:.60}'}, which would be changed "
-            "silently. Keep such numbers in a variable that can hold them, as dj.Variable(0.0) holds "
-            f"floats, or convert them: jnp.round(value).astype({str(dtype)!r})."
+            "silently. Use a variable of a dtype for such numbers, such as dj.Variable(0.0) for floats, "
+            f"or convert them: jnp.round(value).astype({str(dtype)!r})."
         )
     return jnp.asarray(array, dtype)
 
 
 def initial_array(value: Any, name: str) -> jax.Array:
-    """Returns the array that a variable starts with, or raises if the value is not a number or an array."""
+    """Returns the initial value of a variable as an array; raises if it is not a number or an array."""
     array: Any = check_int_range(value, f"dj.Variable {name!r}")
     if isinstance(array, (jax.Array, jax.ShapeDtypeStruct)):
         return jnp.asarray(array)
@@ -131,7 +131,7 @@ def _kind(dtype: Any) -> int:
 
 
 def per_replica_error(name: str) -> PerReplicaError:
-    """Returns the error for a per-replica value that is written from outside."""
+    """Returns the error for a per-replica value that is written outside of ``run``."""
     return PerReplicaError(
         f"Variable {name!r} was given a per-replica value in cross-replica context; its replicas would "
         "diverge. Reduce it first: v.assign(strategy.reduce('mean', value)), or assign inside run."
@@ -143,7 +143,7 @@ _created: ContextVar[list[tuple[Any, Any]] | None] = ContextVar("created", defau
 
 @contextmanager
 def record_created() -> Iterator[list[tuple[Any, Any]]]:
-    """Yields a list of the variables made in a trace in the block, with their initial raw values."""
+    """Yields a list of the variables created in a trace within the block, with their initial raw values."""
     created: list[tuple[Any, Any]] = []
     token = _created.set(created)
     try:
@@ -153,6 +153,6 @@ def record_created() -> Iterator[list[tuple[Any, Any]]]:
 
 
 def note_created(variable: Any, raw: Any) -> None:
-    """Adds a variable that is being made in a trace to the innermost list."""
+    """Adds a variable that is being created in a trace to the innermost list."""
     if (created := _created.get()) is not None:
         created.append((variable, raw))

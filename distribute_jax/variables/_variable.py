@@ -1,4 +1,4 @@
-"""``Variable``: an ``nnx.Variable`` with TensorFlow's rules for many replicas."""
+"""``Variable``: an ``nnx.Variable`` with TensorFlow's rules for several replicas."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from distribute_jax._values import DistributedValues, PerReplica, reading
 from distribute_jax.variables import _components
 from distribute_jax.variables._access import (
     check_current_strategy,
+    for_current_strategy,
+    for_this_thread,
     inside_run,
-    on_this_thread,
-    readable_here,
     readable_raw,
 )
 from distribute_jax.variables._components import SCATTERS, check_rows, scatter
@@ -46,15 +46,16 @@ _MISSING = object()
 class Variable(nnx.Variable[Any]):
     """State with a rule for how the writes of several replicas are combined.
 
-    It is an ``nnx.Variable``: put it on a module, or capture it in the step. ``v[...] = x`` is
-    ``assign``. Its rules depend on whether the code runs inside ``run``:
+    It is an ``nnx.Variable``: make it an attribute of a module, or capture it in the step. ``v[...] = x``
+    is ``assign``. Its rules depend on whether the code runs inside ``run``:
 
-    - ``ON_WRITE`` (the default): mirrored. Inside ``run`` a write combines what the replicas write,
-      by the aggregation, at once: SUM, MEAN, or replica 0's. With aggregation NONE the replicas must
-      write the same value, which is proved. Outside of ``run`` a write sets the value everywhere.
+    - ``ON_WRITE`` (the default): mirrored. Inside ``run`` a write immediately combines the values of the
+      replicas by the aggregation: SUM, MEAN, or that of replica 0. With aggregation NONE the replicas
+      must write the same value, which is proved. Outside of ``run`` a write sets the value everywhere.
     - ``ON_READ``: each replica keeps a local value inside ``run``; nothing is communicated. Outside of
-      ``run`` it reads as the aggregate; ``assign(x)`` makes it read as x, and under SUM divides x
-      among the replicas. Under SUM replica 0 starts with the initial value, the others with 0.
+      ``run`` a read returns the aggregate, and ``assign(x)`` sets components whose aggregate is x; under
+      SUM it divides x among the replicas. Under SUM replica 0 starts with the initial value, the others
+      with 0.
 
     Args:
         value: the initial value, a number or an array (global view); also as ``initial_value=``, as in
@@ -127,7 +128,7 @@ class Variable(nnx.Variable[Any]):
             return raw
         if not self.is_on_read:
             in_scope = _frames.entered() is not None and at_top_level()
-            # A new array is stored where the scope puts state; one made before would stay where it is.
+            # An uncommitted copy is placed by the scope; a committed array would stay where it is.
             return _components.uncommitted_copy(value) if in_scope else value
         mesh = _frames.current().strategy.mesh
         stacked = _components.initial_components(value, num_replicas(mesh), self.aggregation)
@@ -135,18 +136,18 @@ class Variable(nnx.Variable[Any]):
 
     @property
     def is_on_read(self) -> bool:
-        """Whether each replica keeps a local value."""
+        """True if each replica keeps a local value."""
         return bool(self.get_metadata("synchronization") is _ON_READ)
 
     # Reading
 
     def get_value(self, *, index: Any = ...) -> Any:
-        """Returns the value: inside ``run`` this replica's, outside of it the aggregated one."""
-        raw = readable_here(self._raw())
-        if not hasattr(raw, "shape"):  # not an array: what a tree function put here
+        """Returns the value: inside ``run`` that of this replica, outside of it the aggregate."""
+        raw = for_current_strategy(self._raw())
+        if not hasattr(raw, "shape"):  # not an array, but what a tree function stored
             return raw
         if self.is_on_read and not in_replica_context():
-            raw = jax.lax.all_gather(raw, DATA) if inside_run() else on_this_thread(raw)
+            raw = jax.lax.all_gather(raw, DATA) if inside_run() else for_this_thread(raw)
             raw = _components.combine(raw, self.aggregation, self.name)
         if index is Ellipsis:
             return raw
@@ -158,19 +159,19 @@ class Variable(nnx.Variable[Any]):
         return self.get_value()
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Returns the value as a NumPy array; outside of ``run`` only."""
+        """Returns the value as a NumPy array; only outside of ``run``."""
         value = self.get_value()
         with reading(value):
             return on_host(value)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        """Lets NumPy read what ``numpy()`` returns, never the components."""
+        """Makes NumPy functions read the result of ``numpy()``, never the components."""
         value = self.numpy()
         return value.astype(value.dtype if dtype is None else dtype, copy=bool(copy))
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
-        """This process's components in replica order; in ``merge_call`` those of all replicas.
+        """The components of this process in replica order; in ``merge_call`` those of all replicas.
 
         Raises:
             RuntimeError: read inside ``run``, where a replica has one component, ``v[...]``.
@@ -185,10 +186,10 @@ class Variable(nnx.Variable[Any]):
             if mesh is None:
                 return tuple(_components.uncommitted_copy(raw))
             return PerReplica(raw, mesh).values
-        if isinstance(raw, PerReplica):  # the variable is part of what a step returned
+        if isinstance(raw, PerReplica):  # a step returned the variable
             return raw.values
         with outside_mesh():
-            # Of a replica of several cores the first one's copy.
+            # If a replica has several cores, the copy of the first one.
             shards = replicated(raw).addressable_shards[:: _components.cores_of(raw)]
             return tuple(uncommitted(shard.data) for shard in shards)
 
@@ -206,12 +207,12 @@ class Variable(nnx.Variable[Any]):
     def _require_all_components(self, what: str) -> None:
         if in_replica_context():
             raise ContextError(
-                f"{what} of variable {self.name!r} was read inside run, on one replica, which has one "
+                f"{what} of variable {self.name!r} was read inside run, where a replica has only its "
                 "component: read it as v[...]. merge_call and code outside of run have all components."
             )
 
     def _raw(self) -> Any:
-        """Returns the raw value, as components also in a variable that a step returned."""
+        """Returns the raw value; that of an ON_READ variable as stacked components."""
         stored = readable_raw(self)
         raw = _components.from_result(stored) if self.is_on_read else stored
         if raw is not stored and at_top_level():
@@ -221,7 +222,7 @@ class Variable(nnx.Variable[Any]):
     # Writing
 
     def set_value(self, value: Any, *, index: Any = ...) -> None:
-        """Assigns the value, or a part of it, by the rules of the class."""
+        """Assigns the value, or a part of it; see the class."""
         check_current_strategy(self._raw(), self.name)
         if index is not Ellipsis:
             value = cast(value, self._raw().dtype, self.name)
@@ -262,7 +263,7 @@ class Variable(nnx.Variable[Any]):
         if self.is_on_read:
             self._check_assignable("assign")
             components = _components.divide(value, self._components(), self.aggregation)
-            # In merge_call one component is stored on each replica.
+            # In merge_call each replica stores its component.
             return self._store(components[jax.lax.axis_index(DATA)] if inside_run() else components)
         return self._store(value)
 
@@ -275,16 +276,16 @@ class Variable(nnx.Variable[Any]):
         return self._assign_change("assign_sub", -self._converted(delta))
 
     def scatter(self, op: str, indices: Any, updates: Any) -> Any:
-        """Changes rows of the value: ``v[indices] op= updates``, duplicates one after another.
+        """Changes rows of the value: ``v[indices] op= updates``; duplicate indices apply one after another.
 
-        Inside ``run`` each replica's change is combined by the aggregation, as one dense change:
+        Inside ``run`` the changes of all replicas are combined by the aggregation, as one dense change:
         under SUM a row is multiplied or divided by the sum of the replicas' factors, each of which
         is the product of the replica's updates for that row. Integers are divided toward zero.
 
         Args:
             op: ``"add"``, ``"sub"``, ``"mul"``, ``"div"``, ``"min"``, ``"max"`` or ``"update"``.
             indices: int array of shape (k,), along dim 0 of the variable (this replica's). Inside ``run``
-                they are traced: rows that do not exist change nothing, as everywhere in JAX.
+                they are traced: indices out of range have no effect, as everywhere in JAX.
             updates: array of shape (k, …) or one that broadcasts to it (this replica's).
 
         Returns:
@@ -360,7 +361,7 @@ class Variable(nnx.Variable[Any]):
         return self._store(self._raw() + delta)
 
     def _converted(self, value: Any) -> jax.Array:
-        """Returns a value as an array of the variable's dtype and shape."""
+        """Returns a value as an array of the variable's dtype; raises if its shape is another one."""
         if isinstance(value, DistributedValues):
             raise per_replica_error(self.name)
         if isinstance(value, nnx.Variable):
@@ -372,12 +373,12 @@ class Variable(nnx.Variable[Any]):
         if array.shape != shape:
             raise ArgumentError(
                 f"Variable {self.name!r} has shape {shape} and was assigned shape {array.shape}. The "
-                "shapes must be equal; use jnp.broadcast_to, or make another variable."
+                "shapes must be equal; use jnp.broadcast_to, or create another variable."
             )
         return array
 
     def _over_replicas(self, value: jax.Array) -> jax.Array:
-        """Combines what the replicas write, by the aggregation."""
+        """Combines the values of all replicas by the aggregation."""
         if self.aggregation is _NONE:
             return value
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -389,15 +390,15 @@ class Variable(nnx.Variable[Any]):
     def _store(self, raw: Any) -> Any:
         old = self._raw()
         if at_top_level() and isinstance(old, jax.Array):
-            # A copy: what was assigned may be the memory of another variable, which will be donated. It
-            # has the sharding of the old value, with components on their replicas.
+            # A copy, since the array may belong to another variable, and will be donated; with the
+            # sharding of the old value, so that components are on their replicas.
             with outside_mesh():
                 raw = put(jnp.copy(raw), old.sharding)
         self.set_raw_value(raw)
         return raw if in_replica_context() else self
 
     def _components(self) -> int:
-        """Returns how many replicas have a component."""
+        """Returns the number of components."""
         return int(jax.lax.psum(1, DATA) if inside_run() else self._raw().shape[0])
 
     def _check_assignable(self, method: str) -> None:
@@ -408,7 +409,7 @@ class Variable(nnx.Variable[Any]):
             )
 
     def __getattr__(self, name: str) -> Any:
-        """Returns metadata, or an attribute of the value, as it reads here."""
+        """Returns metadata, or an attribute of the value."""
         if not name.startswith("_") and not self.has_metadata(name):
             return getattr(self.get_value(), name)
         return super().__getattr__(name)
@@ -421,12 +422,12 @@ def on_replicas(variable: Variable, mesh: Mesh) -> jax.Array:
 
 
 def mesh_of_components(variable: Variable) -> Mesh | None:
-    """Returns the mesh that the components of an ON_READ variable are sharded over; None if not one."""
+    """Returns the mesh with one component of an ON_READ variable on each replica; None without one."""
     return _components.mesh_of(_components.from_result(variable.get_raw_value()))
 
 
 def components_for(variable: Variable, value: Any) -> jax.Array:
-    """Returns components that read as ``value``, sharded as the present ones, which may have been donated."""
+    """Returns components whose aggregate is ``value``, sharded as the current ones, donated or not."""
     old = variable.get_raw_value()
     old = old if is_donated(old) else _components.from_result(old)
     new = _components.divide(jnp.asarray(value, old.dtype), old.shape[0], variable.aggregation)
@@ -436,7 +437,7 @@ def components_for(variable: Variable, value: Any) -> jax.Array:
 
 
 def aggregated(variable: Variable, components: jax.Array) -> jax.Array | None:
-    """Returns the value that components of a variable read as; None for aggregation NONE."""
+    """Returns the aggregate of components of a variable; None for aggregation NONE."""
     if variable.aggregation is _NONE:
         return None
     return _components.combine(components, variable.aggregation, variable.name)

@@ -1,4 +1,4 @@
-"""Every cross-device operation, and how the tests run one."""
+"""All cross-device operations, and helpers that run one."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ ALGORITHMS: dict[str, Callable[[], dj.CrossDeviceOps | None]] = {
     **{f"ring, {packs} packs": lambda packs=packs: dj.RingAllReduce(packs) for packs in (0, 1, 2)},
     "to one": dj.ReductionToOneDevice,
 }
-"""Makes each operation again."""
+"""Functions that create each operation."""
 
 OWN = ("hierarchical, 1 packs", "ring, 1 packs", "ring, 2 packs", "to one")
-"""Those that the library writes out itself."""
+"""The operations that the library implements itself."""
 
 
 def context() -> Any:
@@ -40,12 +40,12 @@ def strategy_with(ops: dj.CrossDeviceOps | None, replicas: int) -> dj.MirroredSt
 
 
 def on_replicas(strategy: dj.Strategy, values: Sequence[Any]) -> Any:
-    """Returns each replica its own nest of host values."""
+    """Distributes one tree of host values to each replica."""
     return strategy.experimental_distribute_values_from_function(
         lambda context: values[context.replica_id_in_sync_group]
     )
 
 
 def locals_of(strategy: dj.Strategy, nest: Any) -> list[Any]:
-    """Returns each replica's nest as NumPy arrays."""
+    """Returns the tree of each replica as NumPy arrays."""
     return [jax.tree.map(np.asarray, part) for part in strategy.experimental_local_results(nest)]

@@ -1,4 +1,4 @@
-"""Every cross-device operation gives the same numbers, as the same bits on every replica."""
+"""Every cross-device operation returns the same numbers, with the same bits on every replica."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from algorithms import ALGORITHMS, OWN, context, locals_of, on_replicas, strateg
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax.collectives._algorithms import _natural_size
+from distribute_jax.collectives._algorithms import _default_group_size
 
 REPLICAS = [4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 8))]
 SOME = ("default", "hierarchical, 1 packs", "ring, 1 packs", "to one")
@@ -29,7 +29,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"a": (7, 3), "b": (), "c": (0, 2), "d": (1
 
 
 def random_nests(replicas: int) -> list[Any]:
-    """Nests whose sizes divide by nothing, of three dtypes, with an empty array and scalars."""
+    """Trees of three dtypes, with sizes that do not divide evenly, an empty array and scalars."""
     draw = np.random.default_rng(replicas)
 
     def nest():
@@ -46,7 +46,7 @@ def random_nests(replicas: int) -> list[Any]:
 
 
 class Reduced(NamedTuple):
-    """What one program computed with an operation."""
+    """The results of one program with an operation."""
 
     total: Any
     """The sums of random nests."""
@@ -56,7 +56,7 @@ class Reduced(NamedTuple):
 
 @functools.cache
 def reduced(name: str, replicas: int) -> Reduced:
-    """All of it in one program, which compiles once."""
+    """Computes everything in one program, which compiles once."""
     strategy = strategy_with(ALGORITHMS[name](), replicas)
 
     def step(nest: Any):
@@ -80,7 +80,7 @@ def in_high_precision(replicas: int) -> tuple[Any, Any]:
 
 @every_algorithm
 @every_size
-def test_random_nests_have_the_sums_of_high_precision(name: str, replicas: int):
+def test_sums_equal_those_in_high_precision(name: str, replicas: int):
     """int32 is equal (modulo 2**32), float32 within 1e-6, bfloat16 within one unit in the last place.
 
     Relative to the sum of magnitudes: where large terms cancel, no two orders of additions agree.
@@ -101,7 +101,7 @@ def test_random_nests_have_the_sums_of_high_precision(name: str, replicas: int):
 @every_algorithm
 @every_size
 def test_all_replicas_hold_the_same_bits(name: str, replicas: int):
-    """Each element is added up in one place and copied."""
+    """Each element is summed on one replica and copied."""
     first, *others = reduced(name, replicas).each
     assert len(others) == replicas - 1
     for other in others:
@@ -109,7 +109,7 @@ def test_all_replicas_hold_the_same_bits(name: str, replicas: int):
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_an_operation_that_not_every_replica_reaches_is_refused(name: str):
+def test_a_collective_that_not_every_replica_reaches_is_refused(name: str):
     strategy = strategy_with(ALGORITHMS[name](), 4)
 
     def step():
@@ -141,7 +141,7 @@ def count(text: str, operation: str) -> int:
     return len(re.findall(rf" {operation}(?:-start)?\(", text))
 
 
-def test_one_collective_for_each_dtype_serves_all_leaves_of_the_default():
+def test_the_default_uses_one_collective_for_each_dtype():
     """NcclAllReduce() is the default by name: the same program, without a copy for packing."""
     default, named = compiled_text(None), compiled_text(dj.NcclAllReduce())
     assert count(default, "all-reduce") == count(named, "all-reduce") == 2
@@ -163,7 +163,7 @@ def test_the_options_of_a_call_choose_the_algorithm(ops: Any, implementation: st
     assert count(compiled_text(ops, options), operation) > 0
 
 
-def test_options_that_are_none_are_refused(s2: dj.MirroredStrategy):
+def test_options_of_another_type_are_refused(s2: dj.MirroredStrategy):
     for call in (
         lambda: context().all_reduce("sum", 1.0, options={"bytes_per_pack": 1}),
         lambda: context().all_gather(jnp.ones(1), 0, options=3),
@@ -180,12 +180,14 @@ def test_options_that_are_none_are_refused(s2: dj.MirroredStrategy):
         *((8, 4, 2), (8, 2, 4), (6, 4, 3), (8, 8, 1)),
     ],
 )
-def test_groups_are_processes_or_about_the_square_root(replicas: int, processes: int, size: int):
-    assert _natural_size(replicas, processes) == size
+def test_the_default_group_is_a_process_or_about_the_square_root(
+    replicas: int, processes: int, size: int
+):
+    assert _default_group_size(replicas, processes) == size
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_groups_of_any_size_give_the_sum(size: int):
+def test_sums_by_groups_of_any_size(size: int):
     strategy = strategy_with(dj.HierarchicalCopyAllReduce(group_size=size), 4)
     rows = [np.arange(5) * 10**r for r in range(4)]
     total = strategy.run(
@@ -201,8 +203,8 @@ def test_groups_that_do_not_divide_the_replicas_are_refused():
 
 
 @pytest.mark.parametrize(("device", "root"), [(None, 0), ("cpu:2", 2), (1, 1)])
-def test_reduction_to_a_device_adds_up_there_in_replica_order(device: Any, root: int):
-    """1e8 + 1 - 1e8 + 1 is 1 in float32 in this order only; the sum comes from the device named."""
+def test_reduction_to_one_device_adds_in_replica_order(device: Any, root: int):
+    """1e8 + 1 - 1e8 + 1 is 1 in float32 only in this order; the sum comes from the chosen device."""
     if isinstance(device, int):
         device = jax.devices()[device]
     seen = []
@@ -252,13 +254,13 @@ def test_reduction_to_a_device_adds_up_there_in_replica_order(device: Any, root:
         ),
     ],
 )
-def test_what_no_operation_can_be_made_of_is_refused(make: Any, message: str):
+def test_invalid_operations_are_refused(make: Any, message: str):
     with pytest.raises(ValueError, match=message):
         make()
 
 
 @pytest.mark.parametrize("wrong", [lambda values: values[0][0], lambda values: 3.0])
-def test_an_accumulation_that_gives_no_sum_is_refused(wrong: Any):
+def test_an_accumulation_of_another_shape_or_type_is_refused(wrong: Any):
     strategy = strategy_with(dj.ReductionToOneDevice(accumulation_fn=wrong), 2)
     with pytest.raises(ValueError, match=r"accumulation_fn=\.\.\.\) returned .* float32\[2\]"):
         strategy.run(lambda: context().all_reduce("sum", jnp.ones(2)))
@@ -295,7 +297,7 @@ def test_a_copied_strategy_keeps_its_operation():
 
 
 def test_a_ring_under_a_vmap_that_hides_the_axis_is_an_error():
-    """It would add up the rows of one replica, and the proof would take that as equal on all."""
+    """It would sum the rows of one replica, and the proof would consider that equal on all."""
     strategy = strategy_with(dj.RingAllReduce(), 2)
     hidden = jax.vmap(lambda v: context().all_reduce("sum", v), axis_name="data")
     with pytest.raises(ValueError, match="ppermute"):

@@ -1,4 +1,4 @@
-"""One rule for dtypes: all_reduce in the step and strategy.reduce outside give the same."""
+"""all_reduce in a step and strategy.reduce outside of it follow the same rule for dtypes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import distribute_jax as dj
 
 
 def both(strategy: dj.Strategy, op: str, values: list[Any]) -> list[Any]:
-    """Reduces in the step, then outside it what the step returned, what the host made, in merge_call."""
+    """Reduces in a step, and outside a value of the host and a result of a step, and in merge_call."""
     value = on_replicas(strategy, values)
     inside = strategy.run(lambda x: context().all_reduce(op, x), args=(value,))
     outside = strategy.reduce(op, value)
@@ -43,8 +43,8 @@ CASES: dict[str, tuple[Any, str, str]] = {
 @pytest.mark.parametrize(
     "replicas", [4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2))]
 )
-def test_sums_and_means_agree_in_number_and_dtype(replicas: int):
-    """Narrow integers do not wrap: they are summed as jnp.sum does; a mean of integers is floating."""
+def test_sums_and_means_agree_in_value_and_dtype(replicas: int):
+    """Narrow integers do not wrap: they are summed as by jnp.sum; a mean of integers is floating."""
     strategy = strategy_with(None, replicas)
     nest = {dtype: np.asarray(case[0], jnp.dtype(dtype)) for dtype, case in CASES.items()}
     totals, means = (both(strategy, op, [nest] * replicas) for op in ("sum", "mean"))
@@ -52,8 +52,8 @@ def test_sums_and_means_agree_in_number_and_dtype(replicas: int):
         held = nest[dtype]
         for total in (nest[dtype] for nest in totals):
             assert str(total.dtype) == sum_dtype
-            wanted = held.astype(np.complex128) * replicas
-            np.testing.assert_allclose(np.complex128(total), wanted, rtol=2**-8)
+            expected = held.astype(np.complex128) * replicas
+            np.testing.assert_allclose(np.complex128(total), expected, rtol=2**-8)
             if np.issubdtype(held.dtype, np.integer):
                 assert int(total) == int(held) * replicas
         for mean in (nest[dtype] for nest in means):
@@ -62,7 +62,7 @@ def test_sums_and_means_agree_in_number_and_dtype(replicas: int):
 
 
 def test_a_mean_of_float16_does_not_overflow_before_it_is_divided(s4: dj.MirroredStrategy):
-    """Four times 60000 is beyond float16, and their mean is not; the smallest numbers stay exact."""
+    """Four times 60000 exceeds float16, but their mean does not; the smallest numbers stay exact."""
     held = np.array([60000, 2.0**-24, -65504, 0.1], np.float16)
     for mean in both(s4, "mean", [held] * 4):
         assert mean.dtype == jnp.float16
@@ -70,7 +70,7 @@ def test_a_mean_of_float16_does_not_overflow_before_it_is_divided(s4: dj.Mirrore
 
 
 def test_a_mean_of_float16_over_a_dim_does_not_overflow(s2: dj.MirroredStrategy):
-    """The same where a dim is reduced too, for parts of different lengths, and a mirrored value."""
+    """The same if a dim is reduced too, for parts of different lengths and a mirrored value."""
     (batch,) = s2.distribute_dataset([np.full((6, 2), 60000, np.float16)])
     uneven = on_replicas(s2, [np.full(n, 60000, np.float16) for n in (3, 1)])
     mirrored = s2.run(lambda: jnp.full(4, 60000, jnp.float16))
@@ -103,7 +103,7 @@ def test_the_gradient_of_a_float16_mean_is_the_mean_of_the_upstream_gradients():
 @pytest.mark.parametrize("op", ["sum", "mean"])
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_bools_are_refused_everywhere_with_one_message(replicas: int, op: str):
-    """As in TensorFlow: whether a bool counts is for the user to say."""
+    """As in TensorFlow: the user decides how to count bools."""
     strategy = strategy_with(None, replicas)
     value = on_replicas(strategy, [np.array([True, False])] * replicas)
     message = r"\n  the value: bool\[2\]\nIt takes floating.*value\.astype\(jnp\.int32\)"
@@ -128,14 +128,14 @@ def test_bools_are_refused_everywhere_with_one_message(replicas: int, op: str):
 def test_bools_are_gathered_everywhere(replicas: int):
     strategy = strategy_with(None, replicas)
     value = on_replicas(strategy, [np.array([r == 0, True]) for r in range(replicas)])
-    wanted = [x for r in range(replicas) for x in (r == 0, True)]
+    expected = [x for r in range(replicas) for x in (r == 0, True)]
     inside = strategy.run(lambda x: context().all_gather({"m": x}, 0)["m"], args=(value,))
     for joined in (inside, strategy.gather(value, axis=0)):
         assert joined.dtype == bool
-        assert joined.tolist() == wanted
-    assert all(part.tolist() == wanted for part in locals_of(strategy, inside))
+        assert joined.tolist() == expected
+    assert all(part.tolist() == expected for part in locals_of(strategy, inside))
 
 
-def test_what_cannot_be_joined_is_named(s2: dj.MirroredStrategy):
-    with pytest.raises(ValueError, match=r"cannot be joined.*\n  \['t'\]: str 'text'"):
+def test_leaves_that_cannot_be_concatenated_are_named(s2: dj.MirroredStrategy):
+    with pytest.raises(ValueError, match=r"cannot be concatenated.*\n  \['t'\]: str 'text'"):
         s2.run(lambda: context().all_gather({"ok": jnp.ones(1), "t": "text"}, 0))

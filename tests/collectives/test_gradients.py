@@ -1,4 +1,4 @@
-"""Derivatives of all_reduce: the same reduction of the upstream gradients, under every operation."""
+"""Derivatives of all_reduce: the same reduction of the upstream gradients, for every operation."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_every_derivative_is_that_of_the_default(name: str):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_gradient_that_passed_an_all_reduce_is_proved_mirrored(name: str):
-    """So state may take it: no reduction is needed a second time."""
+    """So it may be written to state without another reduction."""
     strategy = strategy_with(ALGORITHMS[name](), N)
     out = strategy.run(lambda: gradient(lambda v: context().all_reduce("sum", v), jnp.ones(3)))
     assert isinstance(out, jax.Array)

@@ -1,4 +1,4 @@
-"""check_in_sync: a copy that differs in one bit is found, on the device where it is."""
+"""check_in_sync finds a copy that differs in one bit, and its device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ jax.monitoring.register_event_duration_secs_listener(
 
 
 def put_together(parts: list[Any], sharding: NamedSharding, shape: Any = None) -> jax.Array:
-    """An array whose parts are written by hand, one for each device in the order of the mesh."""
+    """An array assembled by hand, with one part for each device in the order of the mesh."""
     devices = list(sharding.mesh.devices.flat)
     pieces = [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
     shape = pieces[0].shape if shape is None else shape
@@ -29,7 +29,7 @@ def put_together(parts: list[Any], sharding: NamedSharding, shape: Any = None) -
 
 
 def copies(strategy: dj.Strategy, usual: Any, odd: Any, at: int) -> jax.Array:
-    """A mirrored array of which one device holds another value."""
+    """A mirrored array that has another value on one device."""
     count = strategy.num_replicas_in_sync
     parts = [odd if i == at else usual for i in range(count)]
     return put_together(parts, NamedSharding(strategy.mesh, P()))
@@ -56,7 +56,7 @@ def trained(strategy: dj.Strategy) -> tuple[Net, nnx.Optimizer]:
         return net, nnx.Optimizer(net, optax.adam(1e-3), wrt=nnx.Param)
 
 
-def test_a_model_its_optimizer_and_nests_of_them_are_in_sync(strategy: dj.Strategy):
+def test_a_model_its_optimizer_and_trees_of_them_are_in_sync(strategy: dj.Strategy):
     net, optimizer = trained(strategy)
     dj.check_in_sync(net)
     dj.check_in_sync({"net": net, "rest": (optimizer, net.norm.mean)})
@@ -76,8 +76,8 @@ def test_one_flipped_bit_of_one_copy_is_found_with_its_leaf_and_device(s4: dj.Mi
     dj.check_in_sync(optimizer)
 
 
-def test_a_copy_that_differs_on_the_first_device_is_the_odd_one(s4: dj.MirroredStrategy):
-    """The most frequent value decides, not that of device 0."""
+def test_a_copy_that_differs_on_the_first_device_is_named(s4: dj.MirroredStrategy):
+    """The majority decides, not device 0."""
     with pytest.raises(ValueError, match="cpu:0 not as on cpu:1, cpu:2, cpu:3"):
         dj.check_in_sync(copies(s4, np.ones(3), np.zeros(3), at=0))
 
@@ -91,7 +91,7 @@ def test_with_several_processes_the_process_of_a_device_is_named(
         dj.check_in_sync(broken)
 
 
-def test_of_two_copies_the_first_is_the_measure(s2: dj.MirroredStrategy):
+def test_of_two_copies_the_second_is_named(s2: dj.MirroredStrategy):
     with pytest.raises(ValueError, match="cpu:1 not as on cpu:0"):
         dj.check_in_sync(copies(s2, np.ones(3), np.zeros(3), at=1))
 
@@ -178,7 +178,7 @@ def test_an_empty_array_is_in_sync(s2: dj.MirroredStrategy):
 
 
 def test_a_shard_is_compared_with_those_of_the_same_part():
-    """Two devices hold each half; their parts differ by right, their copies may not."""
+    """Two devices have each half; the halves may differ, their copies may not."""
     mesh = Mesh(
         np.array(jax.devices()[:4]).reshape(2, 2),
         ("data", "model"),
@@ -197,8 +197,8 @@ def test_arrays_on_other_devices_and_in_another_order_are_compared_too(s2: dj.Mi
         dj.check_in_sync((jnp.ones(2), copies(backwards, np.ones(3), np.zeros(3), at=0)))
 
 
-def test_what_differs_by_design_is_left_out(s2: dj.MirroredStrategy):
-    """Values of each replica, NumPy arrays and numbers; alone they are nothing to compare."""
+def test_values_that_differ_by_design_are_ignored(s2: dj.MirroredStrategy):
+    """Per-replica values, NumPy arrays and numbers; without other leaves there is nothing to compare."""
     rid = s2.run(lambda: dj.get_replica_context().replica_id_in_sync_group)
     dj.check_in_sync({"rid": rid, "step": 3, "rows": np.ones(2), "x": jnp.ones(2)})
     for tree in (rid, 3, np.ones(2), {}):
@@ -206,8 +206,8 @@ def test_what_differs_by_design_is_left_out(s2: dj.MirroredStrategy):
             dj.check_in_sync(tree)
 
 
-def test_a_variable_with_a_value_for_each_replica_is_left_out(s2: dj.MirroredStrategy):
-    """ON_READ state differs between replicas by design; its neighbours are compared."""
+def test_an_on_read_variable_is_ignored(s2: dj.MirroredStrategy):
+    """It differs between replicas by design; other state is compared."""
     with s2.scope():
         module = nnx.Module()
         module.seen = dj.Variable(
@@ -223,7 +223,7 @@ def test_a_variable_with_a_value_for_each_replica_is_left_out(s2: dj.MirroredStr
     assert "seen" not in str(caught.value)
 
 
-def test_where_it_cannot_work_it_says_so(s2: dj.MirroredStrategy):
+def test_invalid_contexts_and_donated_arrays_are_refused(s2: dj.MirroredStrategy):
     net, _ = trained(s2)
     with pytest.raises(RuntimeError, match="check_in_sync was called inside a function given"):
         s2.run(lambda: dj.check_in_sync(net))
@@ -245,8 +245,8 @@ def test_a_second_check_compiles_nothing(s4: dj.MirroredStrategy):
     assert not compilations
 
 
-def test_replicas_that_a_step_let_drift_are_found(s4: dj.MirroredStrategy):
-    """check_sync=False lets state drift; the check names it."""
+def test_state_that_diverged_is_found(s4: dj.MirroredStrategy):
+    """With check_sync=False state may diverge."""
     with s4.scope():
         weight = nnx.Param(jnp.zeros(3))
     (batch,) = s4.distribute_dataset([np.arange(4.0, dtype=np.float32)])

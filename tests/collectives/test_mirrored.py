@@ -1,4 +1,4 @@
-"""assume_mirrored changes nothing but the proof, under every transformation of JAX."""
+"""assume_mirrored affects only the proof, under every transformation of JAX."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_it_keeps_trees_and_python_numbers() -> None:
     assert same["a"][1] == 2.0
 
 
-def test_it_leaves_one_equation_in_the_program_and_none_in_the_compiled_one() -> None:
+def test_it_is_one_equation_in_the_jaxpr_and_nothing_in_the_compiled_program() -> None:
     jaxpr = jax.make_jaxpr(assume_mirrored)(X)
     assert [eqn.primitive for eqn in jaxpr.eqns] == [mirrored_p]
     assert "mirrored" not in jax.jit(assume_mirrored).lower(X).compile().as_text().split("main")[1]

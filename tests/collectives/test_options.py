@@ -19,7 +19,7 @@ def test_the_defaults_and_the_order_of_arguments_are_those_of_tensorflow():
 
 
 @pytest.mark.parametrize("name", ["ring", "RING", "Ring", Implementation.RING])
-def test_an_implementation_is_also_its_name_in_any_letter_case(name: Any):
+def test_an_implementation_is_accepted_by_name_in_any_letter_case(name: Any):
     assert Options(implementation=name).implementation is Implementation.RING
 
 
@@ -38,7 +38,7 @@ def test_values_out_of_range_are_refused(arguments: dict[str, Any], message: str
         Options(**arguments)
 
 
-def test_merged_over_others_only_what_is_no_default_wins():
+def test_merge_overrides_by_values_that_are_not_the_default():
     base = Options(bytes_per_pack=8, timeout_seconds=5.0, implementation="ring")
     assert base.merge(None) == base
     assert base.merge(Options()) == base

@@ -1,4 +1,4 @@
-"""A CrossDeviceOps that a user writes: used in the step, proved like any code, differentiated."""
+"""A CrossDeviceOps of the user: it is used in the step, proved like any code, and differentiated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GatherAndAdd(dj.CrossDeviceOps):
 
 
 class Neighbours(dj.CrossDeviceOps):
-    """Adds up by passing on, which no proof sees to be the same everywhere."""
+    """Adds values that travel around, which is not provably equal everywhere."""
 
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
         n = jax.lax.axis_size(axis_name)
@@ -35,7 +35,7 @@ class Neighbours(dj.CrossDeviceOps):
 
 
 class Declared(Neighbours):
-    """The same, with the author's word for it."""
+    """The same, declared as mirrored."""
 
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
         return dj.assume_mirrored(super().all_reduce_sum(value, axis_name))
@@ -43,7 +43,7 @@ class Declared(Neighbours):
 
 @dataclass
 class Recorder(dj.CrossDeviceOps):
-    """Notes what it is given; a dataclass, which has no hash."""
+    """Records its arguments; a dataclass, which has no hash."""
 
     num_packs: int = 0
     seen: list[Any] = field(default_factory=list)
@@ -78,15 +78,15 @@ def test_a_result_that_is_not_provably_mirrored_may_not_become_state():
         train(strategy_with(Neighbours(), 4))
 
 
-def test_such_a_result_comes_back_per_replica():
+def test_such_a_result_is_returned_per_replica():
     strategy = strategy_with(Neighbours(), 4)
     result = strategy.run(lambda: context().all_reduce("sum", 2.0))
     assert isinstance(result, dj.PerReplica)
     assert locals_of(strategy, result) == [8.0] * 4
 
 
-def test_its_gradient_is_itself_on_the_upstream_gradients():
-    """Upstream gradients 1 and 2: their sum on both replicas; JAX's own transpose is not asked."""
+def test_its_gradient_is_the_same_operation_on_the_upstream_gradients():
+    """Upstream gradients 1 and 2: their sum on both replicas, not JAX's transpose."""
     calls = []
 
     class Counting(GatherAndAdd):
@@ -106,20 +106,20 @@ def test_its_gradient_is_itself_on_the_upstream_gradients():
 
 
 @pytest.mark.parametrize(
-    ("packs", "wanted"),
+    ("packs", "expected"),
     [
         (0, [((2, 3), "float32"), ((2,), "float32"), ((), "int32")]),
         (1, [((8,), "float32"), ((1,), "int32")]),
         (3, [((2,), "float32"), ((2,), "float32"), ((4,), "float32"), ((1,), "int32")]),
     ],
 )
-def test_it_is_given_packs_of_one_dtype(packs: int, wanted: list[Any]):
+def test_it_gets_packs_of_one_dtype(packs: int, expected: list[Any]):
     """Eight floats in three packs are 2, 2 and the remainder 4."""
     seen: list[Any] = []
     strategy = strategy_with(Recorder(packs, seen), 2)
     nest = [jnp.ones((2, 3)), jnp.int32(7), jnp.full(2, 5.0), jnp.zeros((0, 4))]
     total = strategy.run(lambda: context().all_reduce("sum", nest))
-    assert [(shape, dtype) for shape, dtype, _ in seen] == wanted
+    assert [(shape, dtype) for shape, dtype, _ in seen] == expected
     assert {axis for *_, axis in seen} == {"data"}
     assert [np.asarray(x).tolist() for x in total] == [[[2.0] * 3] * 2, 14, [10.0] * 2, []]
 
@@ -127,7 +127,7 @@ def test_it_is_given_packs_of_one_dtype(packs: int, wanted: list[Any]):
 @pytest.mark.parametrize(
     "wrong", [lambda v: v[0], lambda v: (v, v), lambda v: v.astype(jnp.float16), lambda v: None]
 )
-def test_what_is_no_sum_of_the_value_is_refused(wrong: Any):
+def test_a_result_of_another_shape_or_dtype_is_refused(wrong: Any):
     class Wrong(dj.CrossDeviceOps):
         def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
             return wrong(value)

@@ -1,4 +1,4 @@
-"""Sparse values: entries of all replicas are joined, so that rows of one place add up."""
+"""Sparse values: the entries of all replicas are concatenated, so that equal indices add up."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def reduced(name: str, op: str, dtype: Any = np.float32) -> Any:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("op", "wanted"),
+    ("op", "expected"),
     [("sum", [[0, 0], [4, 6], [0, 0], [5, 6]]), ("mean", [[0, 0], [2, 3], [0, 0], [2.5, 3]])],
 )
 @pytest.mark.parametrize("name", ["default", "hierarchical, 1 packs", "ring, 1 packs", "to one"])
-def test_rows_of_one_index_add_up(name: str, op: str, wanted: list[Any]):
-    """Row 1 of both replicas and row 3 of one, mirrored, beside a dense leaf of the same call."""
+def test_rows_with_equal_indices_add_up(name: str, op: str, expected: list[Any]):
+    """Row 1 of both replicas and row 3 of one, together with a dense leaf in the same call."""
     sparse, dense = reduced(name, op)
     assert isinstance(sparse, jax.Array)
-    assert sparse.tolist() == wanted
+    assert sparse.tolist() == expected
     assert dense.tolist() == [2.0 if op == "sum" else 1.0] * 3
 
 
@@ -75,18 +75,18 @@ def test_the_gradient_of_an_entry_is_the_sum_of_the_upstream_gradients():
 
 
 def test_other_sparse_arrays_and_gathering_are_refused(s2: dj.MirroredStrategy):
-    """Adding up or joining their indices would give wrong numbers."""
+    """Concatenating their indices would give wrong numbers."""
     batched = BCOO((jnp.ones((2, 1)), jnp.zeros((2, 1, 1), int)), shape=(2, 3))
     with pytest.raises(ValueError, match=r"\['a'\] is a sparse BCOO.*n_batch=0.*todense"):
         s2.run(lambda: context().all_reduce("sum", {"a": batched}))
     plain = BCOO((jnp.ones(1), jnp.zeros((1, 1), int)), shape=(3,))
-    with pytest.raises(ValueError, match=r"cannot be joined.*\n(.*\n)*.*todense"):
+    with pytest.raises(ValueError, match=r"cannot be concatenated.*\n(.*\n)*.*todense"):
         s2.run(lambda: context().all_gather(plain, 0))
 
 
 @pytest.mark.exhaustive
 def test_importing_the_library_does_not_import_sparse_arrays():
-    """It would take a third of a second."""
+    """Importing it takes a third of a second."""
     program = (
         "import sys, distribute_jax as dj; dj.simulate(2); s = dj.MirroredStrategy();"
         "s.run(lambda: dj.get_replica_context().all_reduce('sum', 1.0));"

@@ -150,10 +150,10 @@ def test_other_paddings_use_complete_examples():
     labels = np.array([1, 2, 3, 4, 5], np.int32)
     batch = [padded_batch(leaf, (2, 2, 1, 0)) for leaf in (images, labels)]
     padding = ~is_real((2, 2, 1, 0), 3)
-    for changed, wanted in zip(other_paddings(batch), (1, 5), strict=True):
+    for changed, expected in zip(other_paddings(batch), (1, 5), strict=True):
         image, label = (np.asarray(leaf.global_array) for leaf in changed)
         np.testing.assert_array_equal(image[:, 0], label * 10)
-        assert set(label[padding].tolist()) == {wanted}
+        assert set(label[padding].tolist()) == {expected}
 
 
 def test_returned_rows_become_a_batch_again():

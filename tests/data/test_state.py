@@ -20,7 +20,9 @@ def shuffled(n: int = 22, size: int = 4, seed: int = 0) -> dj.data.ArrayDataset:
     return dj.data.from_arrays(np.arange(n)).shuffle(seed=seed).batch(size)
 
 
-def made(source: Any, replicas: int = 2, partial: str = "mask", **more: Any) -> DistributedDataset:
+def create(
+    source: Any, replicas: int = 2, partial: str = "mask", **more: Any
+) -> DistributedDataset:
     return distribute(source, replicas, partial, **more)
 
 
@@ -30,7 +32,7 @@ def epoch_of(dataset: DistributedDataset) -> list[list[int]]:
 
 def test_iterating_again_gives_the_next_epoch():
     """Each new iterator of a dataset gets the next epoch."""
-    dataset = made(shuffled())
+    dataset = create(shuffled())
     one, other = epoch_of(dataset), epoch_of(dataset)
     assert one != other
     for epoch in (one, other):
@@ -43,15 +45,15 @@ def test_iterating_again_gives_the_next_epoch():
 def test_training_resumes_at_the_very_next_batch(position: int, replicas: int, policy: str):
     """From any position of epoch 1, another program with other replicas continues, up to epoch 2."""
     options = {"auto_shard_policy": policy}
-    whole = made(shuffled(42, 8), 2, **options)
+    whole = create(shuffled(42, 8), 2, **options)
     epochs = [epoch_of(whole) for _ in range(3)]
-    first = made(shuffled(42, 8), 2, **options)
+    first = create(shuffled(42, 8), 2, **options)
     list(first)
     iterator = iter(first)
     taken = [examples_in(next(iterator)) for _ in range(min(position, 6))]
     saved = json.loads(json.dumps(iterator.state()))
 
-    again = made(shuffled(42, 8), replicas, **options)
+    again = create(shuffled(42, 8), replicas, **options)
     resumed = iter(again)
     resumed.restore(saved)
     assert taken + [examples_in(element) for element in resumed] == epochs[1]
@@ -72,7 +74,7 @@ STATE = {
 
 def test_a_state_is_a_small_dict_of_plain_values():
     """Numbers, a string and Nones, which JSON and every checkpoint can store."""
-    iterator = iter(made(shuffled()))
+    iterator = iter(create(shuffled()))
     next(iterator)
     next(iterator)
     assert iterator.state() == STATE
@@ -81,9 +83,9 @@ def test_a_state_is_a_small_dict_of_plain_values():
 
 def test_a_state_may_have_the_number_types_of_a_checkpoint():
     """Checkpoints return NumPy integers and 0-d arrays for Python integers."""
-    state = iter(made(shuffled())).state()
+    state = iter(create(shuffled())).state()
     saved = {k: np.asarray(v) if isinstance(v, int) else v for k, v in state.items()}
-    iterator = iter(made(shuffled()))
+    iterator = iter(create(shuffled()))
     iterator.restore(saved)
     assert len(list(iterator)) == 6
 
@@ -122,18 +124,18 @@ def test_a_resumed_epoch_has_the_shapes_of_an_uninterrupted_one(
     def described(elements: Any) -> list:
         return [(e.part_shape, e.counts, examples_in(e)) for e in elements]
 
-    whole = described(made(Fixed(sizes), 2, partial))
-    iterator = iter(made(Fixed(sizes), 2, partial))
+    whole = described(create(Fixed(sizes), 2, partial))
+    iterator = iter(create(Fixed(sizes), 2, partial))
     for _ in range(taken):
         next(iterator)
-    resumed = iter(made(Fixed(sizes), 2, partial))
+    resumed = iter(create(Fixed(sizes), 2, partial))
     resumed.restore(iterator.state())
     assert described(resumed) == whole[taken:]
 
 
 def test_an_iterator_can_be_restored_at_any_time():
     """Also after its end, and on the iterator that returned the state."""
-    iterator = iter(made(shuffled()))
+    iterator = iter(create(shuffled()))
     next(iterator)
     saved = iterator.state()
     rest = [examples_in(element) for element in iterator]
@@ -144,14 +146,14 @@ def test_an_iterator_can_be_restored_at_any_time():
 
 def test_a_resumed_partial_batch_does_not_determine_the_spec():
     """The last batch of an epoch causes no warning of a small batch size, and is not used for the spec."""
-    iterator = iter(made(Fixed((4, 1)), 4, "shrink"))
+    iterator = iter(create(Fixed((4, 1)), 4, "shrink"))
     next(iterator)
-    dataset = made(Fixed((4, 1)), 4, "shrink")
+    dataset = create(Fixed((4, 1)), 4, "shrink")
     resumed = iter(dataset)
     resumed.restore(iterator.state())
     assert [examples_in(element) for element in resumed] == [[1]]
     assert resumed.element_spec.shape == (1,)
-    wider = made(Fixed((8, 1)), 4, "shrink")
+    wider = create(Fixed((8, 1)), 4, "shrink")
     resumed = iter(wider)
     resumed.restore(iterator.state() | {"first_batch": 8, "largest_batch": 8})
     next(resumed)
@@ -160,7 +162,7 @@ def test_a_resumed_partial_batch_does_not_determine_the_spec():
 
 def test_a_failed_restore_changes_nothing():
     """The iterator keeps its position."""
-    iterator = iter(made(shuffled()))
+    iterator = iter(create(shuffled()))
     next(iterator)
     before = iterator.state()
     with pytest.raises(ArgumentError):
@@ -190,7 +192,7 @@ def test_a_failed_restore_changes_nothing():
 )
 def test_a_state_of_another_dataset_is_refused(state: Any, message: str):
     """Each message says what is wrong with it, what this dataset has, and what to do."""
-    iterator = iter(made(shuffled()))
+    iterator = iter(create(shuffled()))
     with pytest.raises(ArgumentError, match=message):
         iterator.restore(state)
 
@@ -202,15 +204,15 @@ def endless(n: int, size: int) -> dj.data.ArrayDataset:
 @pytest.mark.parametrize("size", [2, 8])
 def test_another_batch_size_is_detected_if_the_length_is_unknown(size: int):
     """By the first batch of the epoch, so that resuming never yields other examples silently."""
-    iterator = iter(made(endless(40, 4)))
+    iterator = iter(create(endless(40, 4)))
     next(iterator)
     saved = iterator.state()
     assert saved["batches"] is None
     with pytest.raises(
         ArgumentError, match=f"'first_batch': 4}}, but this dataset has {{'first_batch': {size}"
     ):
-        iter(made(endless(40, size))).restore(saved)
-    same = iter(made(endless(40, 4)))
+        iter(create(endless(40, size))).restore(saved)
+    same = iter(create(endless(40, 4)))
     same.restore(saved)
     assert examples_in(next(same)) == examples_in(next(iterator))
 
@@ -232,7 +234,7 @@ def test_sources_that_cannot_seek_say_so(source: Any):
 def test_reduce_over_endless_data_is_refused():
     """It would never return."""
     with pytest.raises(ArgumentError, match="repeated without end"):
-        made(endless(4, 4)).reduce(0, lambda state, element: state)
+        create(endless(4, 4)).reduce(0, lambda state, element: state)
 
 
 REAL = {

@@ -11,11 +11,11 @@ import pytest
 
 import distribute_jax as dj
 
-FEW = pytest.mark.filterwarnings("ignore:The global batch has")
+IGNORE_IDLE_REPLICAS = pytest.mark.filterwarnings("ignore:The global batch has")
 
 
 def sentences(n: int) -> dict[str, np.ndarray]:
-    """Tokens with weights: the first half of the sentences has many, the second few or none."""
+    """Tokens with weights: the first half of the sentences has many, the second few or no tokens."""
     rng = np.random.default_rng(n)
     weights = (rng.random((n, 6)) < 0.8).astype(np.float32)
     weights[n // 2 :, 1:] = 0
@@ -37,20 +37,20 @@ def step(data: dict[str, jax.Array], slope: jax.Array) -> Any:
     return dj.get_replica_context().all_reduce("sum", jax.value_and_grad(part)(slope))
 
 
-@FEW
-def test_loss_and_gradient_are_those_of_one_device_however_the_weights_are_spread(
+@IGNORE_IDLE_REPLICAS
+def test_loss_and_gradient_are_those_of_one_device_for_any_division_of_the_weights(
     strategy: dj.Strategy,
 ):
-    """Full and partial batches, shares without any weight, and a batch of which nothing counts."""
+    """Full and partial batches, shares without weights, and a batch whose weights are all 0."""
     slope = jnp.array([0.5, -1.0, 2.0])
     nothing = sentences(8)
     nothing["w"][:] = 0
     data = [sentences(8), sentences(13), sentences(3), nothing]
     for given, batch in zip(data, strategy.distribute_dataset(data), strict=True):
         loss, gradient = strategy.run(step, args=(batch, slope))
-        wanted = jax.value_and_grad(one_device)(slope, given)
-        np.testing.assert_allclose(loss, wanted[0], rtol=1e-5)
-        np.testing.assert_allclose(gradient, wanted[1], rtol=1e-5, atol=1e-6)
+        expected = jax.value_and_grad(one_device)(slope, given)
+        np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
+        np.testing.assert_allclose(gradient, expected[1], rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_go_through_weights_that_depend_on_the_model(strategy: dj.Strategy):
@@ -73,7 +73,7 @@ def test_gradients_go_through_weights_that_depend_on_the_model(strategy: dj.Stra
 
 
 def test_a_weight_for_each_example_counts_for_each_of_its_tokens(s2: dj.MirroredStrategy):
-    """As in the reduction "mean_with_sample_weight", and in float32 where the losses are narrower."""
+    """As in the reduction "mean_with_sample_weight"; narrow losses are summed in float32."""
     losses = np.arange(2 * 600, dtype=np.float32).reshape(2, 600) % 7
     (batch,) = s2.distribute_dataset([(losses, np.array([1, 3]))])
 
@@ -85,10 +85,10 @@ def test_a_weight_for_each_example_counts_for_each_of_its_tokens(s2: dj.Mirrored
         assert [part.dtype.name for part in parts] == ["float32", "bfloat16", "float32"]
         return dj.get_replica_context().all_reduce("sum", [p.astype(jnp.float32) for p in parts])
 
-    wanted = (losses * [[1], [3]]).sum() / (4 * 600)
+    expected = (losses * [[1], [3]]).sum() / (4 * 600)
     found = np.asarray(s2.run(means, args=batch))
-    np.testing.assert_allclose(found[[0, 2]], wanted, rtol=1e-6)
-    np.testing.assert_allclose(found[1], wanted, rtol=5e-3)
+    np.testing.assert_allclose(found[[0, 2]], expected, rtol=1e-6)
+    np.testing.assert_allclose(found[1], expected, rtol=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,6 @@ def test_a_weight_for_each_example_counts_for_each_of_its_tokens(s2: dj.Mirrored
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(arguments: dict[str, Any], message: str):
+def test_arguments_that_exclude_each_other_are_refused(arguments: dict[str, Any], message: str):
     with pytest.raises(dj.ArgumentError, match=message):
         dj.compute_average_loss(jnp.ones(4), **arguments)

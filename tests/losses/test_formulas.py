@@ -1,4 +1,4 @@
-"""Each loss gives Keras's numbers: formulas in NumPy, and what Keras 3.15 gives for a few inputs."""
+"""Each loss equals its formula in NumPy, and Keras 3.15 on a few inputs."""
 
 from __future__ import annotations
 
@@ -135,19 +135,19 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, Any, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_loss_is_its_formula(case: str):
-    """The class per example, the function of its name, and the default: the mean of what counts."""
-    name, options, y_true, y_pred, wanted = CASES[case]
+def test_each_loss_equals_its_formula(case: str):
+    """The class for each example, its function, and the default reduction."""
+    name, options, y_true, y_pred, expected = CASES[case]
     loss = getattr(losses, name)(**options)
     y_true = y_true if y_true.dtype == int else y_true.astype(np.float32)
     y_pred = y_pred.astype(np.float32)
     found = loss.per_example(y_true, y_pred)
-    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
     np.testing.assert_array_equal(type(loss).formula(y_true, y_pred, **options), found)
     mean = (
-        np.mean(wanted, where=y_true != options.get("ignore_class"))
+        np.mean(expected, where=y_true != options.get("ignore_class"))
         if y_true.ndim == 1
-        else wanted.mean()
+        else expected.mean()
     )
     assert float(loss(y_true, y_pred)) == pytest.approx(mean, rel=2e-5, abs=1e-6)
 
@@ -174,7 +174,7 @@ KERAS = {
 
 
 def test_numbers_of_keras():
-    """What Keras 3.15.1 gives for one small input, to four digits."""
+    """The results of Keras 3.15.1 for a small input, to four digits."""
     y_true, y_pred = [[0.0, 1.0], [0.0, 0.0]], [[0.6, 0.4], [0.4, 0.6]]
     found = {name: float(jnp.mean(getattr(losses, name)(y_true, y_pred))) for name in KERAS}
     assert found == pytest.approx(KERAS, abs=6e-5)
@@ -194,7 +194,7 @@ def test_logits_far_from_zero_have_losses_and_gradients():
     )
 
 
-def test_gradients_at_the_edges_are_numbers():
+def test_gradients_at_edge_cases_are_finite():
     """Vectors of zeros, certain probabilities, and an ignored row that holds NaN."""
     cosine = jax.grad(lambda p: losses.CosineSimilarity()(jnp.ones((2, 3)), p))(jnp.zeros((2, 3)))
     certain = jax.grad(lambda p: losses.BinaryCrossentropy()(jnp.ones((2, 1)), p))(
@@ -208,13 +208,13 @@ def test_gradients_at_the_edges_are_numbers():
     assert ignored.tolist() == [[-0.5, 0.5], [0.0, 0.0]]
 
 
-def test_a_label_that_is_no_class_is_nan_and_never_a_loss_of_zero():
+def test_the_loss_of_a_label_that_is_not_a_class_is_nan():
     loss = losses.SparseCategoricalCrossentropy(from_logits=True)
     found = loss.per_example(jnp.array([0, 2, -1]), jnp.zeros((3, 2)))
     assert np.isnan(found).tolist() == [False, True, True]
 
 
-def test_narrow_outputs_are_computed_in_float32_unless_asked_otherwise():
+def test_losses_of_narrow_outputs_are_computed_in_float32_by_default():
     y = jnp.full((4, 3), 1 / 3, jnp.bfloat16)
     assert losses.MeanSquaredError().per_example(y, y).dtype == jnp.float32
     assert losses.MeanSquaredError(dtype="bfloat16").per_example(y, y).dtype == jnp.bfloat16
@@ -231,13 +231,15 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("true", "predicted", "wanted"), SHAPES)
-def test_a_last_dim_of_one_is_added_or_removed_as_in_keras(true: Any, predicted: Any, wanted: Any):
+@pytest.mark.parametrize(("true", "predicted", "expected"), SHAPES)
+def test_a_last_dim_of_one_is_added_or_removed_as_in_keras(
+    true: Any, predicted: Any, expected: Any
+):
     """Two arrays of one dim keep one loss for each example, for which Keras takes the mean."""
     y = jnp.arange(np.prod(true), dtype=jnp.float32).reshape(true)
     found = losses.mean_squared_error(y, y.reshape(predicted) + 1)
-    assert found.shape == wanted
-    np.testing.assert_array_equal(found, np.ones(wanted))
+    assert found.shape == expected
+    np.testing.assert_array_equal(found, np.ones(expected))
 
 
 MISMATCHES = {
@@ -253,9 +255,9 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("case", MISMATCHES)
-def test_shapes_that_do_not_match_are_refused_and_named(case: str):
-    name, true, predicted, said = MISMATCHES[case]
-    with pytest.raises(dj.ArgumentError, match=said):
+def test_shapes_that_do_not_match_are_refused(case: str):
+    name, true, predicted, message = MISMATCHES[case]
+    with pytest.raises(dj.ArgumentError, match=message):
         getattr(losses, name)(jnp.zeros(true), jnp.zeros(predicted))
 
 
@@ -278,7 +280,7 @@ ARGUMENTS = {
 
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
 @pytest.mark.parametrize("case", ARGUMENTS)
-def test_arguments_that_mean_nothing_are_refused(case: str):
-    make, said = ARGUMENTS[case]
-    with pytest.raises(dj.ArgumentError, match=said):
+def test_invalid_arguments_are_refused(case: str):
+    make, message = ARGUMENTS[case]
+    with pytest.raises(dj.ArgumentError, match=message):
         make()

@@ -22,7 +22,7 @@ SIGNED = (Y - P)[:, 0]
 
 
 def test_every_string_of_keras_is_a_loss_of_that_name():
-    """Names of functions, classes and short names; None of them knows logits, as in Keras."""
+    """Names of functions and classes, and short names; none expects logits, as in Keras."""
     strings = [name for name in losses.__all__ if name not in {"Loss", "get"}]
     strings = [name for name in strings if not name.endswith("_loss")]
     for short in ("bce", "kld", "mae", "mape", "mse", "msle"):
@@ -38,7 +38,7 @@ def test_every_string_of_keras_is_a_loss_of_that_name():
     assert losses.get("Huber").name == "huber_loss"
 
 
-def test_losses_classes_and_formulas_are_taken():
+def test_get_accepts_losses_classes_and_formulas():
     loss = losses.Huber(delta=2.0)
     assert losses.get(loss) is loss
     assert isinstance(losses.get(losses.Hinge), losses.Hinge)
@@ -114,7 +114,7 @@ def test_functions_of_optax_take_predictions_first(case: str):
     )
 
 
-def test_an_optax_function_without_telling_names_is_known_by_its_module():
+def test_an_optax_function_with_other_parameter_names_is_recognised_by_its_module():
     def distance(a: Any, b: Any) -> Any:
         return b - a
 
@@ -138,9 +138,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_loss_is_refused(case: str):
-    identifier, said = REFUSED[case]
-    with pytest.raises(dj.ArgumentError, match=said):
+def test_identifiers_that_are_not_losses_are_refused(case: str):
+    identifier, message = REFUSED[case]
+    with pytest.raises(dj.ArgumentError, match=message):
         losses.get(identifier)
 
 
@@ -152,13 +152,15 @@ RESULTS = {
 
 
 @pytest.mark.parametrize("case", RESULTS)
-def test_a_function_that_gives_no_loss_for_each_example_is_refused_when_it_is_traced(case: str):
-    function, said = RESULTS[case]
-    with pytest.raises(dj.ArgumentError, match=said):
+def test_a_function_that_does_not_return_one_loss_for_each_example_is_refused_when_traced(
+    case: str,
+):
+    function, message = RESULTS[case]
+    with pytest.raises(dj.ArgumentError, match=message):
         jax.eval_shape(losses.get(function), Y, P)
 
 
-def test_an_error_inside_a_function_says_what_it_was_called_with():
+def test_an_error_in_a_function_has_a_note_of_its_arguments():
     with pytest.raises(TypeError) as caught:
         losses.get(lambda y_true, y_pred: y_true @ y_pred).per_example(Y, P)
     assert "labels float32[3,1] and predictions float32[3,1]" in str(caught.value.__notes__)

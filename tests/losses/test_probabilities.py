@@ -1,4 +1,4 @@
-"""A loss that expects probabilities says so when the first outputs are none."""
+"""A loss that expects probabilities refuses other outputs."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ REFUSED: dict[str, tuple[losses.Loss, Any, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_probability_is_refused_with_the_spelling_for_logits(case: str):
-    loss, outputs, said = REFUSED[case]
-    with pytest.raises(dj.ArgumentError, match=said) as caught:
+def test_outputs_that_are_not_probabilities_are_refused_with_advice_for_logits(case: str):
+    loss, outputs, message = REFUSED[case]
+    with pytest.raises(dj.ArgumentError, match=message) as caught:
         check_probabilities(loss, outputs)
     assert f"dj.losses.{type(loss).__name__}(from_logits=True)" in str(caught.value)
 
 
-def test_a_loss_without_the_choice_is_told_to_use_a_softmax():
+def test_the_advice_for_a_loss_without_from_logits_is_a_softmax():
     with pytest.raises(dj.ArgumentError, match=r"jax.nn.softmax\(outputs\)"):
         check_probabilities(losses.KLDivergence(), LOGITS)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 def test_probabilities_pass_in_every_dtype(dtype: Any):
-    """Narrow dtypes round each one: three times a third in bfloat16 is 1.002."""
+    """Narrow dtypes are rounded: three times a third in bfloat16 is 1.002."""
     thirds = np.asarray(jnp.full((4, 3), 1 / 3, dtype))
     check_probabilities(losses.SparseCategoricalCrossentropy(), thirds)
     check_probabilities(losses.BinaryCrossentropy(), jnp.asarray(SIGMOID, dtype))
 
 
-def test_losses_that_expect_none_and_outputs_of_nan_pass():
+def test_losses_without_expectations_and_outputs_of_nan_pass():
     for loss in (
         losses.SparseCategoricalCrossentropy(from_logits=True),
         losses.MeanSquaredError(),

@@ -1,4 +1,4 @@
-"""dj.losses under a strategy: the value of one device for any number of replicas, to the last example."""
+"""dj.losses under a strategy: the value of one device for any number of replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import distribute_jax as dj
 
-FEW = pytest.mark.filterwarnings("ignore:The global batch has")
+IGNORE_IDLE_REPLICAS = pytest.mark.filterwarnings("ignore:The global batch has")
 REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum")
 SIZES = (8, 13, 1)
 CLASSES = 3
@@ -43,8 +43,8 @@ def step(data: dict[str, jax.Array]) -> dict[Any, jax.Array]:
     return parts
 
 
-def wanted(data: dict[str, np.ndarray]) -> dict[Any, float]:
-    """The same from formulas in NumPy, of the whole batch."""
+def expected(data: dict[str, np.ndarray]) -> dict[Any, float]:
+    """The same by formulas in NumPy, for the global batch."""
     x = data["x"].astype(np.float64)
     squares = (x**2).mean(-1)
     logs = x - np.log(np.exp(x).sum(-1, keepdims=True))
@@ -67,14 +67,14 @@ def wanted(data: dict[str, np.ndarray]) -> dict[Any, float]:
     return found
 
 
-@FEW
+@IGNORE_IDLE_REPLICAS
 def test_every_reduction_is_that_of_one_device_on_full_and_partial_batches(strategy: dj.Strategy):
-    """8, 13 and 1 examples with times; weights per example and per time; ignored classes."""
+    """8, 13 and 1 examples with time steps; weights per example and per time step; ignored classes."""
     data = [batch(n) for n in SIZES]
     for given, distributed in zip(data, strategy.distribute_dataset(data), strict=True):
         parts = strategy.run(step, args=(distributed,))
         found = strategy.reduce("sum", parts, axis=None)
-        for key, value in wanted(given).items():
+        for key, value in expected(given).items():
             assert float(found[key]) == pytest.approx(value, rel=2e-5, abs=1e-6), (
                 key,
                 len(given["x"]),
@@ -90,9 +90,9 @@ KERAS = {
 }
 
 
-@FEW
+@IGNORE_IDLE_REPLICAS
 def test_gradients_are_those_of_one_device_and_padding_of_nan_does_not_count(strategy: dj.Strategy):
-    """Keras's numbers on one device, where TensorFlow's differ for partial batches."""
+    """Keras's numbers on one device; those of several differ in TensorFlow for partial batches."""
 
     def step(x: jax.Array, w: jax.Array, *, case: str) -> Any:
         real = dj.get_replica_context().batch_mask[:, None]
@@ -114,8 +114,8 @@ def test_gradients_are_those_of_one_device_and_padding_of_nan_does_not_count(str
         assert 1 - 0.01 * float(gradient) == pytest.approx(after, rel=1e-5), case
 
 
-@FEW
-def test_none_gives_the_weighted_losses_with_zeros_in_the_padding(s4: dj.MirroredStrategy):
+@IGNORE_IDLE_REPLICAS
+def test_none_returns_the_weighted_losses_with_zeros_in_the_padding(s4: dj.MirroredStrategy):
     def step(x: jax.Array, w: jax.Array) -> Any:
         losses = dj.losses.MeanAbsoluteError(reduction=None)(jnp.zeros(len(x)), x, w)
         return losses, dj.get_replica_context().all_reduce("sum", losses.sum())
@@ -150,8 +150,8 @@ WEIGHTS = {
 
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_weights_that_do_not_fit_are_refused(case: str):
-    weights, said = WEIGHTS[case]
-    with pytest.raises(dj.ArgumentError, match=said):
+    weights, message = WEIGHTS[case]
+    with pytest.raises(dj.ArgumentError, match=message):
         dj.losses.MeanSquaredError()(jnp.ones((3, 4, 2)), jnp.ones((3, 4, 2)), weights)
 
 
@@ -160,8 +160,8 @@ def test_in_cross_replica_context_a_loss_is_refused(s2: dj.MirroredStrategy):
         dj.losses.MeanSquaredError()(jnp.ones(2), jnp.ones(2))
 
 
-def test_losses_that_were_flattened_are_refused_on_a_partial_batch(s2: dj.MirroredStrategy):
-    """Which of them belong to the padding cannot be known."""
+def test_flattened_losses_are_refused_for_a_partial_batch(s2: dj.MirroredStrategy):
+    """It is unknown which of them belong to the padding."""
     (batch,) = s2.distribute_dataset([np.ones((3, 4), np.float32)])
     with pytest.raises(dj.ArgumentError, match=r"got losses with 8 rows.* 2 examples"):
         s2.run(lambda x: dj.losses.MeanSquaredError()(x.ravel(), x.ravel()), args=(batch,))

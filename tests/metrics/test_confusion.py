@@ -41,13 +41,13 @@ KERAS: dict[str, tuple[Any, Any]] = {
 
 
 def test_metrics_have_the_names_of_keras() -> None:
-    """That of the class in snake case, so that ``{m.name: m.result()}`` keeps all of them."""
+    """That of the class in snake case, so that ``{m.name: m.result()}`` has all of them."""
     metrics = [dj.metrics.Mean(), dj.metrics.AUC(), dj.metrics.TopKCategoricalAccuracy()]
     assert [m.name for m in metrics] == ["mean", "auc", "top_k_categorical_accuracy"]
     assert dj.metrics.Precision(name="right").name == "right"
 
 
-def test_they_are_those_of_keras_without_weights():
+def test_results_without_weights_are_those_of_keras():
     @nnx.jit
     def computed(metrics: dict[str, Any]) -> dict[str, Any]:
         for name, metric in metrics.items():
@@ -62,7 +62,7 @@ def test_they_are_those_of_keras_without_weights():
 
 
 @pytest.mark.filterwarnings("ignore:The global batch has")
-def test_they_are_those_of_keras_over_full_and_partial_batches(strategy: dj.Strategy):
+def test_results_over_full_and_partial_batches_are_those_of_keras(strategy: dj.Strategy):
     """Eight examples, and five; with weights."""
     names = ("precisions", "recall", "of logits", "pr")
     with strategy.scope():
@@ -81,7 +81,7 @@ def test_they_are_those_of_keras_over_full_and_partial_batches(strategy: dj.Stra
 
 
 @pytest.mark.exhaustive
-def test_nothing_is_zero_and_a_reset_leaves_nothing():
+def test_results_are_zero_without_data_and_after_a_reset():
     for make in MAKE.values():
         metric = make()
         assert not np.any(metric.compute())
@@ -91,7 +91,7 @@ def test_nothing_is_zero_and_a_reset_leaves_nothing():
         assert not np.any(metric.compute())
 
 
-def test_a_mask_leaves_predictions_out():
+def test_masked_predictions_do_not_count():
     metric = Precision()
     metric.update(
         predictions=jnp.array([0.9, np.nan, 0.8]),
@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_means_nothing_is_refused(case: str):
-    make, said = REFUSED[case]
-    with pytest.raises(dj.ArgumentError, match=said):
+def test_invalid_arguments_are_refused(case: str):
+    make, message = REFUSED[case]
+    with pytest.raises(dj.ArgumentError, match=message):
         make()

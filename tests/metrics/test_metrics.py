@@ -1,4 +1,4 @@
-"""dj.metrics: the numbers of one device for any number of replicas, to the last example."""
+"""dj.metrics have the values of one device for any number of replicas."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from flax import nnx
 import distribute_jax as dj
 from distribute_jax.metrics import Accuracy, Average, Metric, MultiMetric, Welford
 
-FEW = pytest.mark.filterwarnings("ignore:The global batch has")
+IGNORE_IDLE_REPLICAS = pytest.mark.filterwarnings("ignore:The global batch has")
 SIZES = (8, 13, 1, 16)
 
 
 def batches(*sizes: int, offset: float = 0.0) -> list[np.ndarray]:
-    """Whole numbers in random order, so that every sum in float32 is exact."""
+    """Random integers, so that every sum in float32 is exact."""
     rng = np.random.default_rng(0)
     return [rng.integers(-50, 50, size=n).astype(np.float32) + offset for n in sizes]
 
 
-def made(strategy: dj.Strategy, make: Any) -> Any:
+def create(strategy: dj.Strategy, make: Any) -> Any:
     with strategy.scope():
         return make()
 
 
-def fed(strategy: dj.Strategy, step: Any, data: list[Any]) -> None:
+def run_on(strategy: dj.Strategy, step: Any, data: list[Any]) -> None:
     for batch in strategy.distribute_dataset(data):
         strategy.run(step, args=batch if isinstance(batch, tuple) else (batch,))
 
 
 def columns(n: int) -> dict[str, np.ndarray]:
-    """What the metrics below see of a batch: numbers, weights, a mask, logits and labels."""
+    """The inputs of the metrics below: numbers, weights, a mask, logits and labels."""
     (x,), rng = batches(n), np.random.default_rng(n)
     return {
         "x": x,
@@ -48,7 +48,7 @@ def columns(n: int) -> dict[str, np.ndarray]:
     }
 
 
-FED = {
+CASES = {
     "average": (lambda: Average("loss"), lambda d: {"loss": d["x"], "other": 1}),
     "weighted": (
         Average, lambda d: {"values": d["pairs"], "sample_weight": d["w"], "mask": d["keep"]}
@@ -64,34 +64,34 @@ FED = {
 
 
 @functools.cache
-def all_fed(replicas: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def all_metrics(replicas: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The metrics after batches of 8, 13, 1 and 16, and what these hold in all."""
     strategy = dj.MirroredStrategy(list(range(replicas)))
-    metrics = made(strategy, lambda: {name: make() for name, (make, _) in FED.items()})
+    metrics = create(strategy, lambda: {name: make() for name, (make, _) in CASES.items()})
 
     def step(data: dict[str, jax.Array]) -> None:
-        for name, (_, given) in FED.items():
+        for name, (_, given) in CASES.items():
             metrics[name].update(**given(data))
 
     data = [columns(n) for n in SIZES]
-    fed(strategy, step, data)
+    run_on(strategy, step, data)
     return metrics, {k: np.concatenate([part[k] for part in data]) for k in data[0]}
 
 
-@FEW
+@IGNORE_IDLE_REPLICAS
 def test_an_average_is_exact_over_full_and_partial_batches(strategy: dj.Strategy):
-    """16, 13 and 1 examples on any number of replicas give total and count to the last bit."""
-    metrics, everything = all_fed(strategy.num_replicas_in_sync)
+    """For 16, 13 and 1 examples on any number of replicas, total and count are exact."""
+    metrics, everything = all_metrics(strategy.num_replicas_in_sync)
     metric, x = metrics["average"], everything["x"]
     assert int(metric.count[...]) == 38
     assert float(metric.total[...]) == x.sum()
     assert float(metric.compute()) == np.float32(x.sum()) / np.float32(38)
 
 
-@FEW
-def test_sample_weights_and_a_mask_of_the_users_go_with_the_padding(strategy: dj.Strategy):
-    """Weights and masks are taken per example, spread over the dims of the values from the left."""
-    metrics, everything = all_fed(strategy.num_replicas_in_sync)
+@IGNORE_IDLE_REPLICAS
+def test_sample_weights_and_a_mask_combine_with_the_padding(strategy: dj.Strategy):
+    """Weights and masks for each example are broadcast over the dims of the values from the left."""
+    metrics, everything = all_metrics(strategy.num_replicas_in_sync)
     metric, pairs = metrics["weighted"], everything["pairs"]
     weights = np.broadcast_to((everything["w"] * everything["keep"])[:, None], pairs.shape)
     assert float(metric.weight[...]) == weights.sum()
@@ -99,9 +99,9 @@ def test_sample_weights_and_a_mask_of_the_users_go_with_the_padding(strategy: dj
     assert float(metric.compute()) == pytest.approx(np.average(pairs, weights=weights), rel=1e-6)
 
 
-@FEW
+@IGNORE_IDLE_REPLICAS
 def test_accuracy_is_exact_for_several_classes_and_for_two(strategy: dj.Strategy):
-    metrics, everything = all_fed(strategy.num_replicas_in_sync)
+    metrics, everything = all_metrics(strategy.num_replicas_in_sync)
     logits, labels = everything["logits"], everything["labels"]
     right = np.mean(logits.argmax(1) == labels)
     assert float(metrics["classes"].compute()) == pytest.approx(right, rel=1e-6)
@@ -109,11 +109,11 @@ def test_accuracy_is_exact_for_several_classes_and_for_two(strategy: dj.Strategy
     assert float(metrics["two classes"].compute()) == pytest.approx(right, rel=1e-6)
 
 
-@FEW
+@IGNORE_IDLE_REPLICAS
 @pytest.mark.parametrize(("name", "column"), [("spread", "x"), ("spread far from zero", "far")])
 def test_welford_merges_the_replicas_by_its_rule(strategy: dj.Strategy, name: str, column: str):
-    """Mean and deviation of all examples, empty shares and a mean 400 deviations large included."""
-    metrics, everything = all_fed(strategy.num_replicas_in_sync)
+    """Mean and deviation of all examples, also with empty shares and a mean of 400 deviations."""
+    metrics, everything = all_metrics(strategy.num_replicas_in_sync)
     x, found = everything[column].astype(np.float64), metrics[name].compute()
     assert int(metrics[name].count[...]) == 38
     assert float(found.mean) == pytest.approx(x.mean(), rel=1e-6, abs=1e-5)
@@ -129,8 +129,8 @@ def test_updates_with_and_without_weights_count_together():
 
 
 def test_welford_stays_accurate_over_many_small_batches(strategy: dj.Strategy):
-    """Two hundred steps onto a long history: what a step adds is not lost in the merged sums."""
-    metric = made(strategy, Welford)
+    """Two hundred steps: small additions are not lost in large sums."""
+    metric = create(strategy, Welford)
     rng = np.random.default_rng(3)
     data = [rng.normal(3.0, 0.1, 16).astype(np.float32) for _ in range(200)]
     iterator = iter(strategy.distribute_dataset(data))
@@ -141,9 +141,9 @@ def test_welford_stays_accurate_over_many_small_batches(strategy: dj.Strategy):
     assert float(metric.compute().standard_deviation) == pytest.approx(x.std(), rel=1e-4)
 
 
-@FEW
-def test_a_statistic_that_is_kept_outlives_the_next_step(s2: dj.MirroredStrategy):
-    """What compute gives is not part of the metric's state, which the next step takes."""
+@IGNORE_IDLE_REPLICAS
+def test_a_computed_statistic_outlives_the_next_step(s2: dj.MirroredStrategy):
+    """It does not share memory with the state, which is donated to the next step."""
     with s2.scope():
         metric = dj.metrics.Welford("v")
     kept = []
@@ -153,24 +153,24 @@ def test_a_statistic_that_is_kept_outlives_the_next_step(s2: dj.MirroredStrategy
     assert [float(statistics.mean) for statistics in kept] == [3.5, 7.5]
 
 
-def test_welford_with_weights_is_that_of_repeated_values(strategy: dj.Strategy):
-    metric = made(strategy, Welford)
+def test_weights_in_welford_equal_repeated_values(strategy: dj.Strategy):
+    metric = create(strategy, Welford)
     x = np.arange(13, dtype=np.float32)
     w = (np.arange(13) % 4).astype(np.float32)
 
     def step(x, w):
         metric.update(values=x, sample_weight=w, mask=x != 7)
 
-    fed(strategy, step, [(x[:8], w[:8]), (x[8:], w[8:])])
+    run_on(strategy, step, [(x[:8], w[:8]), (x[8:], w[8:])])
     repeated = np.repeat(x, (w * (x != 7)).astype(int))
     assert float(metric.weight[...]) == len(repeated)
     assert float(metric.compute().mean) == pytest.approx(repeated.mean(), rel=1e-6)
     assert float(metric.compute().standard_deviation) == pytest.approx(repeated.std(), rel=1e-5)
 
 
-def test_welford_without_any_value_keeps_its_start(s4: dj.MirroredStrategy):
-    """Nothing is divided by nothing: a later update is right."""
-    metric = made(s4, Welford)
+def test_an_update_of_welford_without_values_changes_nothing(s4: dj.MirroredStrategy):
+    """There is no division by 0, and a later update is correct."""
+    metric = create(s4, Welford)
     (batch,) = s4.distribute_dataset([np.arange(8.0, dtype=np.float32)])
     s4.run(lambda x: metric.update(values=x, mask=x > 100), args=(batch,))
     assert (float(metric.mean[...]), float(metric.m2[...])) == (0.0, 0.0)
@@ -180,63 +180,63 @@ def test_welford_without_any_value_keeps_its_start(s4: dj.MirroredStrategy):
 
 @pytest.mark.parametrize("make", [nnx.metrics.Welford, nnx.metrics.Average])
 def test_metrics_of_flax_are_exact_on_full_batches(strategy: dj.Strategy, make: Any):
-    """Flax's own, updated inside run, give what they give on one device with the whole batches."""
-    metric, alone = made(strategy, make), make()
+    """Flax's metrics, updated inside run, equal those on one device with the global batches."""
+    metric, alone = create(strategy, make), make()
     data = batches(8, 16, 16, offset=100.0)
-    fed(strategy, lambda x: metric.update(values=x), data)
+    run_on(strategy, lambda x: metric.update(values=x), data)
     for x in data:
         alone.update(values=jnp.asarray(x))
-    for found, wanted in zip(
+    for found, expected in zip(
         jax.tree.leaves(nnx.state(metric)), jax.tree.leaves(nnx.state(alone)), strict=True
     ):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("make", [nnx.metrics.Welford, nnx.metrics.Average])
 def test_metrics_of_flax_that_forget_the_mask_are_refused_on_a_partial_batch(
     s4: dj.MirroredStrategy, make: Any
 ):
-    metric = made(s4, make)
+    metric = create(s4, make)
     with pytest.raises(ValueError, match="metric") as caught:
-        fed(s4, lambda x: metric.update(values=x), batches(8, 5))
+        run_on(s4, lambda x: metric.update(values=x), batches(8, 5))
     assert isinstance(caught.value, dj.PaddingLeakError)
     assert int(metric.count[...]) == 8
 
 
 def test_flax_average_with_the_mask_is_exact_on_a_partial_batch(strategy: dj.Strategy):
-    metric = made(strategy, nnx.metrics.Average)
+    metric = create(strategy, nnx.metrics.Average)
 
     def step(x):
         metric.update(values=x, mask=dj.get_replica_context().batch_mask)
 
     data = batches(8, 5)
-    fed(strategy, step, data)
+    run_on(strategy, step, data)
     assert float(metric.compute()) == pytest.approx(np.concatenate(data).mean(), rel=1e-6)
 
 
-@pytest.mark.parametrize(("replicas", "wanted"), [(2, 5.0), (4, 15.0)])
+@pytest.mark.parametrize(("replicas", "expected"), [(2, 5.0), (4, 15.0)])
 @pytest.mark.parametrize("make", [Average, nnx.metrics.Average])
-def test_one_number_of_each_replica_counts_once(replicas: int, wanted: float, make: Any):
-    """TensorFlow's Mean of 0 and 10, and of 0, 10, 20 and 30; the reset after it holds."""
+def test_one_number_of_each_replica_counts_once(replicas: int, expected: float, make: Any):
+    """As in TensorFlow's Mean of 0 and 10, and of 0, 10, 20 and 30; also after a reset."""
     strategy = dj.MirroredStrategy(list(range(replicas)))
-    metric = made(strategy, make)
+    metric = create(strategy, make)
 
     def step():
         metric.update(values=10.0 * dj.get_replica_context().replica_id_in_sync_group)
 
     strategy.run(step)
-    assert float(metric.compute()) == wanted
+    assert float(metric.compute()) == expected
     assert int(metric.count[...]) == replicas
     metric.reset()
     strategy.run(step)
-    assert float(metric.compute()) == wanted
+    assert float(metric.compute()) == expected
 
 
 @pytest.mark.parametrize("make", [Average, Welford])
-def test_a_reset_outside_run_leaves_the_state_on_the_devices_and_the_program_compiled(
+def test_a_reset_outside_run_keeps_the_placement_and_the_program(
     s4: dj.MirroredStrategy, make: Any
 ):
-    metric = made(s4, make)
+    metric = create(s4, make)
     (batch,) = s4.distribute_dataset(batches(8))
 
     def step(x):
@@ -254,11 +254,11 @@ def test_a_reset_outside_run_leaves_the_state_on_the_devices_and_the_program_com
 
 @pytest.mark.parametrize("make", [Average, Welford, nnx.metrics.Average, nnx.metrics.Welford])
 def test_a_reset_inside_run_empties_the_metric(s4: dj.MirroredStrategy, make: Any):
-    metric = made(s4, make)
-    fed(s4, lambda x: metric.update(values=x), batches(8))
+    metric = create(s4, make)
+    run_on(s4, lambda x: metric.update(values=x), batches(8))
     s4.run(lambda: metric.reset())
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(nnx.state(metric)))
-    fed(s4, lambda x: metric.update(values=x), batches(16))
+    run_on(s4, lambda x: metric.update(values=x), batches(16))
     assert int(metric.count[...]) == 16
 
 
@@ -266,32 +266,32 @@ def test_a_reset_inside_run_empties_the_metric(s4: dj.MirroredStrategy, make: An
 def test_reset_and_update_in_one_step_is_refused_and_says_what_to_do(
     s4: dj.MirroredStrategy, make: Any
 ):
-    metric = made(s4, make)
+    metric = create(s4, make)
 
     def step(x):
         metric.reset()
         metric.update(values=x)
 
     with pytest.raises(ValueError, match="reset a metric outside of run"):
-        fed(s4, step, batches(8))
+        run_on(s4, step, batches(8))
 
 
-def test_writing_one_part_of_welford_is_refused_where_the_replicas_differ(s4: dj.MirroredStrategy):
-    """A mean is not a sum, so what the replicas added to it alone cannot be added."""
-    metric = made(s4, Welford)
+def test_writing_one_part_of_welford_is_refused_if_the_replicas_differ(s4: dj.MirroredStrategy):
+    """A mean is not a sum, so additions to it alone cannot be summed."""
+    metric = create(s4, Welford)
 
     def step(x):
         metric.mean[...] += x.sum()
 
     with pytest.raises(ValueError, match=r"metric\.mean"):
-        fed(s4, step, batches(8))
+        run_on(s4, step, batches(8))
 
 
-def test_compute_inside_run_sees_all_before_an_update_and_the_share_of_the_replica_after(
+def test_compute_inside_run_before_and_after_an_update(
     s4: dj.MirroredStrategy,
 ):
-    """The value before is mirrored; the one after is the old state with this replica's values."""
-    metric = made(s4, Average)
+    """Before it, the value over all replicas; after it, that of the old state and this replica's values."""
+    metric = create(s4, Average)
     (batch,) = s4.distribute_dataset([np.arange(8.0, dtype=np.float32)])
     s4.run(lambda x: metric.update(values=x), args=(batch,))
 
@@ -310,14 +310,14 @@ def test_compute_inside_run_sees_all_before_an_update_and_the_share_of_the_repli
 
 def test_metrics_pass_the_comparison_with_one_device(s4: dj.MirroredStrategy):
     """verify runs the step on one device as well and compares every variable of the metrics."""
-    metric = made(s4, lambda: MultiMetric(mean=Average(), spread=Welford()))
+    metric = create(s4, lambda: MultiMetric(mean=Average(), spread=Welford()))
     for x in batches(8, 5):
         dj.testing.check_equals_one_device(s4, lambda x: metric.update(values=x), (x,))
 
 
 def test_many_metrics_in_one_call(strategy: dj.Strategy):
-    """Each takes the keywords that it knows; masks and weights are for all, or by name."""
-    metrics = made(
+    """Each uses the keywords that it knows; masks and weights are for all, or by name."""
+    metrics = create(
         strategy,
         lambda: MultiMetric(
             accuracy=Accuracy(0.5), loss=Average("loss"), flax=nnx.metrics.Average()
@@ -334,7 +334,7 @@ def test_many_metrics_in_one_call(strategy: dj.Strategy):
             sample_weight={"loss": x},
         )
 
-    fed(strategy, step, [np.arange(8.0, dtype=np.float32)])
+    run_on(strategy, step, [np.arange(8.0, dtype=np.float32)])
     found = {name: float(value) for name, value in metrics.compute().items()}
     assert found == {"accuracy": 7 / 8, "loss": 5.0, "flax": 5.5}
     metrics.reset()
@@ -353,9 +353,9 @@ def test_a_metric_of_the_user_is_summed(strategy: dj.Strategy):
         def compute(self):
             return self.counts[...]
 
-    metric = made(strategy, Histogram)
+    metric = create(strategy, Histogram)
     data = [np.arange(8) % 4, np.arange(5) % 4]
-    fed(strategy, lambda x: metric.update(labels=x), data)
+    run_on(strategy, lambda x: metric.update(labels=x), data)
     np.testing.assert_array_equal(metric.compute(), np.bincount(np.concatenate(data)))
     metric.reset()
     assert not np.asarray(metric.compute()).any()
@@ -363,14 +363,14 @@ def test_a_metric_of_the_user_is_summed(strategy: dj.Strategy):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int8, jnp.uint8, bool])
 def test_small_dtypes_are_summed_in_float32(dtype: Any):
-    """A thousand ones, which a bfloat16 or int8 sum would not reach."""
+    """A sum of a thousand ones would not fit bfloat16 or int8."""
     for metric in (Average(), Welford()):
         metric.update(values=jnp.ones(1000, dtype))
         assert int(metric.count[...]) == 1000
         assert float(jax.tree.leaves(metric.compute())[0]) == 1.0
 
 
-def test_integers_of_64_bits_are_not_cut():
+def test_integers_of_64_bits_are_not_truncated():
     metric = Average()
     metric.update(values=np.array([2**40, 0]))
     assert float(metric.compute()) == 2.0**39
@@ -444,7 +444,7 @@ def test_wrong_constructors_are_named():
 
 
 def test_a_per_replica_value_outside_run_is_refused(s2: dj.MirroredStrategy):
-    metric = made(s2, Average)
+    metric = create(s2, Average)
     (batch,) = s2.distribute_dataset(batches(4))
     with pytest.raises(ValueError, match=r"Use strategy\.reduce") as caught:
         metric.update(values=batch)
@@ -454,10 +454,10 @@ def test_a_per_replica_value_outside_run_is_refused(s2: dj.MirroredStrategy):
 
 
 def test_flattened_values_of_a_partial_batch_are_refused(s4: dj.MirroredStrategy):
-    """Which of them belong to padding is not known."""
-    metric = made(s4, Average)
+    """It is unknown which of them belong to the padding."""
+    metric = create(s4, Average)
     with pytest.raises(ValueError, match="do not flatten it"):
-        fed(s4, lambda x: metric.update(values=jnp.stack([x, x]).ravel()), batches(8, 5))
+        run_on(s4, lambda x: metric.update(values=jnp.stack([x, x]).ravel()), batches(8, 5))
 
 
 def test_the_base_class_names_what_is_missing():
@@ -468,14 +468,14 @@ def test_the_base_class_names_what_is_missing():
 
 
 def test_keras_classes_and_methods_are_exact_over_partial_batches(s4: dj.MirroredStrategy):
-    """Every mean of a function equals the function's mean over all examples; names and words are Keras's."""
+    """Each metric equals its mean over all examples, with Keras's names and methods."""
     rng = np.random.default_rng(0)
     outputs = rng.uniform(0.1, 0.9, (13, 3)).astype(np.float32)
     outputs /= outputs.sum(axis=1, keepdims=True)
     ids = rng.integers(0, 3, 13)
     one_hot = np.eye(3, dtype=np.float32)[ids]
     metrics = dj.metrics
-    expected = {
+    by_class = {
         metrics.SparseCategoricalAccuracy: np.mean(outputs.argmax(1) == ids),
         metrics.CategoricalAccuracy: np.mean(outputs.argmax(1) == ids),
         metrics.BinaryAccuracy: np.mean((outputs > 0.5) == one_hot),
@@ -487,26 +487,26 @@ def test_keras_classes_and_methods_are_exact_over_partial_batches(s4: dj.Mirrore
         metrics.Sum: np.sum(ids),
         metrics.Mean: np.mean(ids),
     }
-    some = [made(s4, functools.partial(cls, name="mine")) for cls in expected]
+    instances = [create(s4, functools.partial(cls, name="mine")) for cls in by_class]
 
     def step(ids: Any, one_hot: Any, outputs: Any) -> None:
-        for metric in some:
+        for metric in instances:
             if isinstance(metric, metrics.Mean):
                 metric.update_state(ids)
             else:
                 labels = ids if type(metric).__name__.startswith("Sparse") else one_hot
                 metric(labels, outputs)
 
-    fed(s4, step, [(ids[r], one_hot[r], outputs[r]) for r in (slice(8), slice(8, None))])
-    for metric, wanted in zip(some, expected.values(), strict=True):
+    run_on(s4, step, [(ids[r], one_hot[r], outputs[r]) for r in (slice(8), slice(8, None))])
+    for metric, expected in zip(instances, by_class.values(), strict=True):
         assert metric.name == "mine"
-        assert float(metric.result()) == pytest.approx(wanted, rel=1e-6), metric
+        assert float(metric.result()) == pytest.approx(expected, rel=1e-6), metric
         metric.reset_state()
         assert not float(metric(ids[:0]) if isinstance(metric, metrics.Sum) else 0)
 
 
 def test_a_function_of_the_user_is_averaged_with_weights():
-    """Its keywords are checked when the metric is made."""
+    """Its keywords are checked when the metric is created."""
     metric = dj.metrics.MeanMetricWrapper(lambda y_true, y_pred, power: y_pred**power, power=2)
     metric.update_state(jnp.zeros(2), jnp.array([1.0, 3.0]), sample_weight=jnp.array([3.0, 1.0]))
     assert float(metric.result()) == 3.0

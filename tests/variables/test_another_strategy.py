@@ -1,4 +1,4 @@
-"""A variable of one strategy in the scope of another: it is read, and not written."""
+"""A variable of one strategy in the scope of another can be read, but not written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WRITES: dict[str, Callable[[dj.Variable], Any]] = {
 }
 
 
-def made(strategy: dj.Strategy, kind: str) -> dj.Variable:
+def create(strategy: dj.Strategy, kind: str) -> dj.Variable:
     """Makes the variable [1, 2] under a strategy."""
     with strategy.scope():
         return dj.Variable([1.0, 2.0], name="v", **KINDS[kind])
@@ -35,8 +35,8 @@ def made(strategy: dj.Strategy, kind: str) -> dj.Variable:
 def test_a_variable_of_another_strategy_is_read(
     s2: dj.MirroredStrategy, s4: dj.MirroredStrategy, kind: str
 ):
-    """It computes with the arrays of the strategy that is current, as it does in TensorFlow."""
-    variable, mine = made(s4, kind), made(s2, kind)
+    """It computes with arrays of the current strategy, as in TensorFlow."""
+    variable, mine = create(s4, kind), create(s2, kind)
     where = variable.get_raw_value().sharding
     with s2.scope():
         assert np.asarray(variable + mine[...]).tolist() == [2.0, 4.0]
@@ -51,8 +51,8 @@ def test_a_variable_of_another_strategy_is_read(
 def test_a_variable_of_another_strategy_is_not_written(
     s2: dj.MirroredStrategy, s4: dj.MirroredStrategy, write: str
 ):
-    """Every way to write it raises, names it, and leaves its value; outside of the scope it is written."""
-    variable = made(s4, "mirrored")
+    """Every write raises an error that names it, and keeps its value; outside of the scope it is written."""
+    variable = create(s4, "mirrored")
     with s2.scope(), pytest.raises(RuntimeError, match=r"Variable 'v' was written.*Mixing diff"):
         WRITES[write](variable)
     assert variable.numpy().tolist() == [1.0, 2.0]
@@ -62,9 +62,9 @@ def test_a_variable_of_another_strategy_is_not_written(
     assert variable.numpy().tolist() != [1.0, 2.0]
 
 
-def test_a_variable_of_no_strategy_is_written(s4: dj.MirroredStrategy):
-    """One that was made before any scope belongs to none; other replicas' components do not."""
-    variable, components = dj.Variable(1.0, **KINDS["own"]), made(s4, "own")
+def test_a_variable_without_strategy_is_written(s4: dj.MirroredStrategy):
+    """One created before any scope belongs to no strategy; components of other replicas do."""
+    variable, components = dj.Variable(1.0, **KINDS["own"]), create(s4, "own")
     with dj.MirroredStrategy(jax.devices()[4:6]).scope():
         assert float(variable.assign(5.0).numpy()) == 5.0
         with pytest.raises(dj.MixedStrategiesError, match="reading it there is allowed"):

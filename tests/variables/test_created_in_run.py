@@ -1,4 +1,4 @@
-"""Variables that a step makes in its first run."""
+"""Variables that a step creates in its first run."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def replica_id() -> Any:
 
 
 @pytest.mark.parametrize("make", [Plain, Module])
-def test_a_variable_made_in_the_first_run_lives_on(strategy: dj.Strategy, make: Any):
-    """It starts from replica 0's value, counts from the first run on, and is mirrored."""
+def test_a_variable_created_in_the_first_run_is_kept(strategy: dj.Strategy, make: Any):
+    """It starts with the value of replica 0, counts from the first run on, and is mirrored."""
     with strategy.scope():
         owner = make()
 
@@ -51,10 +51,10 @@ def test_a_variable_made_in_the_first_run_lives_on(strategy: dj.Strategy, make: 
 
 
 @pytest.mark.parametrize("aggregation", list(Agg))
-def test_an_on_read_variable_starts_from_the_first_replicas_value(
+def test_an_on_read_variable_starts_with_the_value_of_replica_0(
     s4: dj.MirroredStrategy, aggregation: Agg
 ):
-    """Replica r asks for r + 5: replica 0's 5 is what all start with; under SUM it alone holds it."""
+    """The initial value on replica r is r + 5: all start with 5; under SUM only replica 0 does."""
     owner = Plain()
 
     def step() -> None:
@@ -66,12 +66,12 @@ def test_an_on_read_variable_starts_from_the_first_replicas_value(
             )
 
     s4.run(step)
-    wanted = [5.0, 0.0, 0.0, 0.0] if aggregation is Agg.SUM else [5.0] * 4
-    assert [float(v) for v in owner.count.values] == wanted
+    expected = [5.0, 0.0, 0.0, 0.0] if aggregation is Agg.SUM else [5.0] * 4
+    assert [float(v) for v in owner.count.values] == expected
 
 
-def test_a_variable_that_is_made_and_dropped_is_a_plain_value(s2: dj.MirroredStrategy):
-    """A local variable of the step is nobody's state."""
+def test_a_local_variable_of_a_step_is_not_state(s2: dj.MirroredStrategy):
+    """It is created in each run."""
 
     def step() -> Any:
         local = dj.Variable(1.0)
@@ -81,8 +81,8 @@ def test_a_variable_that_is_made_and_dropped_is_a_plain_value(s2: dj.MirroredStr
     assert float(s2.run(step)) == float(s2.run(step)) == 3.0
 
 
-def test_making_it_each_time_is_refused(s2: dj.MirroredStrategy):
-    """A step that makes its variable again at each trace would lose it; the error says how to keep it."""
+def test_creating_it_in_each_run_is_refused(s2: dj.MirroredStrategy):
+    """A step that creates its variable in each trace would lose it; the error says how to keep it."""
     owner = Plain()
 
     def step() -> Any:
@@ -93,8 +93,8 @@ def test_making_it_each_time_is_refused(s2: dj.MirroredStrategy):
         s2.run(step)
 
 
-def test_other_variables_made_in_a_step_are_refused_by_name(s2: dj.MirroredStrategy):
-    """A layer put on a module inside a step is Flax's to make before, and the error says where."""
+def test_other_variables_created_in_a_step_are_refused(s2: dj.MirroredStrategy):
+    """Layers must be created before the step; the error names the attribute."""
     with s2.scope():
         module = Module()
 

@@ -1,4 +1,4 @@
-"""ON_READ variables: each replica keeps its own value until somebody reads it outside."""
+"""ON_READ variables: each replica keeps a local value until it is read outside."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def replica_id() -> Any:
     return dj.get_replica_context().replica_id_in_sync_group.astype(jnp.float32)
 
 
-def made(strategy: dj.Strategy, aggregation: Agg, value: Any = 10.0) -> dj.Variable:
+def create(strategy: dj.Strategy, aggregation: Agg, value: Any = 10.0) -> dj.Variable:
     """Makes an ON_READ variable under a strategy."""
     with strategy.scope():
         return dj.Variable(value, synchronization=ON_READ, aggregation=aggregation, name="v")
@@ -31,7 +31,7 @@ def made(strategy: dj.Strategy, aggregation: Agg, value: Any = 10.0) -> dj.Varia
 
 def test_an_assigned_sum_is_divided(s2: dj.MirroredStrategy):
     """Under SUM each replica gets its share, and the first the remainder: 5 is 3 and 2."""
-    whole, real = made(s2, Agg.SUM, 1), made(s2, Agg.SUM, 1.0)
+    whole, real = create(s2, Agg.SUM, 1), create(s2, Agg.SUM, 1.0)
     assert [int(v) for v in whole.values] == [1, 0]
     whole.assign(5)
     real.assign(7.0)
@@ -42,24 +42,24 @@ def test_an_assigned_sum_is_divided(s2: dj.MirroredStrategy):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32", "complex64"])
 def test_every_assigned_sum_reads_back_exactly(strategy: dj.Strategy, dtype: str):
-    """Fractions, the largest and the smallest numbers, infinity and NaN are what they were."""
+    """Fractions, the largest and the smallest numbers, infinity and NaN."""
     numbers = [0, 1, -5, 7, 127]
     if dtype != "int32":
         numbers += [0.1, 1 / 3, -2.7, 1e-3, np.inf, -np.inf, np.nan]
         numbers += [float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).tiny)]
-    given = jnp.asarray(np.array(numbers), dtype)
-    variable = made(strategy, Agg.SUM, jnp.zeros_like(given))
-    variable.assign(given)
-    read, wanted = variable.numpy().astype(complex), np.asarray(given).astype(complex)
-    np.testing.assert_array_equal(read, wanted)
+    value = jnp.asarray(np.array(numbers), dtype)
+    variable = create(strategy, Agg.SUM, jnp.zeros_like(value))
+    variable.assign(value)
+    read, expected = variable.numpy().astype(complex), np.asarray(value).astype(complex)
+    np.testing.assert_array_equal(read, expected)
     (one,) = [v[3].item() for v in variable.values[-1:]]
     n = strategy.num_replicas_in_sync
     assert one == {"int32": 7 // n, "complex64": 7 if n == 1 else 0}.get(dtype, 7 / n)
 
 
-def test_without_aggregation_it_has_no_value_outside(s2: dj.MirroredStrategy):
+def test_without_aggregation_it_has_no_value_outside_run(s2: dj.MirroredStrategy):
     """Reading or assigning NONE from outside is a ValueError; its components can be read."""
-    variable = made(s2, Agg.NONE)
+    variable = create(s2, Agg.NONE)
     s2.run(lambda: variable.assign(replica_id()))
     for use in (variable.read_value, variable.numpy, lambda: variable + 1):
         with pytest.raises(ValueError, match="aggregation=NONE"):
@@ -69,9 +69,9 @@ def test_without_aggregation_it_has_no_value_outside(s2: dj.MirroredStrategy):
     assert [float(v) for v in variable.values] == [0.0, 1.0]
 
 
-def test_it_shows_shape_and_value_as_it_reads(s4: dj.MirroredStrategy):
-    """Outside, the components are nowhere to be seen: not in shape, arithmetic, nor repr."""
-    variable = made(s4, Agg.SUM, jnp.arange(3.0))
+def test_shape_and_repr_are_those_of_the_aggregate(s4: dj.MirroredStrategy):
+    """Outside, the components do not show in shape, arithmetic or repr."""
+    variable = create(s4, Agg.SUM, jnp.arange(3.0))
     assert variable.shape == (3,)
     assert variable.size == 3
     assert (variable + 1).tolist() == [1.0, 2.0, 3.0]
@@ -80,9 +80,9 @@ def test_it_shows_shape_and_value_as_it_reads(s4: dj.MirroredStrategy):
     assert variable.trainable is False
 
 
-def test_what_depends_on_it_is_per_replica(s2: dj.MirroredStrategy):
-    """A weight updated from an ON_READ variable is refused, and the message names the variable."""
-    variable = made(s2, Agg.SUM)
+def test_weights_that_depend_on_it_are_refused(s2: dj.MirroredStrategy):
+    """The message names the variable."""
+    variable = create(s2, Agg.SUM)
     with s2.scope():
         weight = nnx.Param(jnp.zeros(()))
 
@@ -93,14 +93,14 @@ def test_what_depends_on_it_is_per_replica(s2: dj.MirroredStrategy):
         s2.run(step)
 
 
-def test_no_communication_and_state_in_place(s4: dj.MirroredStrategy):
-    """A write inside run compiles to no collective, and gives the old components' memory away."""
-    variable = made(s4, Agg.SUM, jnp.zeros(1000))
+def test_a_write_neither_communicates_nor_allocates(s4: dj.MirroredStrategy):
+    """A write inside run compiles to no collective, and donates the old components."""
+    variable = create(s4, Agg.SUM, jnp.zeros(1000))
 
     def step() -> None:
         variable.assign_add(jnp.ones(1000))
 
-    s4.run(step)  # what the first step is given may still be in use where it was made
+    s4.run(step)  # what the first step is given may still be in use where it was create
     old = variable.get_raw_value()
     s4.run(step)
     assert old.is_deleted()
@@ -113,7 +113,7 @@ def test_no_communication_and_state_in_place(s4: dj.MirroredStrategy):
 @pytest.mark.parametrize("lowering", ["shard_map", "pmap"])
 def test_every_lowering_keeps_components(s4: dj.MirroredStrategy, lowering: Any):
     """Components are the same under each lowering, and over several steps in one program."""
-    variable = made(s4, Agg.SUM, 0.0)
+    variable = create(s4, Agg.SUM, 0.0)
     options = dj.RunOptions(lowering=lowering)
 
     def step(x: jax.Array) -> jax.Array:
@@ -124,11 +124,11 @@ def test_every_lowering_keeps_components(s4: dj.MirroredStrategy, lowering: Any)
     assert [float(v) for v in variable.values] == [4.0, 8.0, 12.0, 16.0]
 
 
-def test_it_moves_to_another_number_of_replicas(strategy: dj.Strategy):
-    """Made outside of every scope, or moved from three replicas as the error says, it reads the same."""
+def test_it_can_be_moved_to_another_number_of_replicas(strategy: dj.Strategy):
+    """Created outside of a scope, or moved from three replicas as the error says, it reads the same."""
     three = dj.MirroredStrategy([0, 1, 2])
     outside = dj.Variable(10.0, synchronization=ON_READ, aggregation=Agg.SUM)
-    moved = nnx.List([made(three, Agg.SUM)])
+    moved = nnx.List([create(three, Agg.SUM)])
     three.run(lambda: moved[0].assign(replica_id()))
     with pytest.raises(
         dj.MixedStrategiesError, match=r"cpu:2\]\n.*nnx\.update\(model, jax\.device_put"
@@ -143,10 +143,10 @@ def test_it_moves_to_another_number_of_replicas(strategy: dj.Strategy):
         assert float(variable.numpy()) == before + strategy.num_replicas_in_sync
 
 
-def test_in_merge_call_it_reads_and_assigns_as_outside(strategy: dj.Strategy):
+def test_reads_and_assignments_in_merge_call_are_as_outside(strategy: dj.Strategy):
     """merge_call is cross-replica context: the aggregate is read, and an assigned sum is divided."""
     n = strategy.num_replicas_in_sync
-    variable = made(strategy, Agg.SUM, 0)
+    variable = create(strategy, Agg.SUM, 0)
 
     def merge(_: Any) -> jax.Array:
         total = variable.read_value()
@@ -163,9 +163,9 @@ def test_in_merge_call_it_reads_and_assigns_as_outside(strategy: dj.Strategy):
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_verify_compares_what_it_reads_as(s4: dj.MirroredStrategy, wrong: bool):
-    """A count of examples equals that of one device; times the number of replicas it does not."""
-    variable, free = made(s4, Agg.SUM, 1.0), made(s4, Agg.NONE, 1.0)
+def test_verify_compares_the_aggregate(s4: dj.MirroredStrategy, wrong: bool):
+    """A count of examples equals that of one device, unless it is multiplied by the number of replicas."""
+    variable, free = create(s4, Agg.SUM, 1.0), create(s4, Agg.NONE, 1.0)
     (batch,) = s4.distribute_dataset([np.ones((8, 2), np.float32)])
 
     def step(x: jax.Array) -> None:
@@ -183,8 +183,8 @@ def test_verify_compares_what_it_reads_as(s4: dj.MirroredStrategy, wrong: bool):
 
 
 def test_numpy_reads_the_aggregate(s2: dj.MirroredStrategy):
-    """NumPy's functions get what ``numpy()`` gives, in the dtype asked for; of NONE there is nothing."""
-    variable = made(s2, Agg.SUM, jnp.zeros(2))
+    """NumPy functions get the result of ``numpy()`` in the requested dtype; with NONE there is an error."""
+    variable = create(s2, Agg.SUM, jnp.zeros(2))
     s2.run(lambda: variable.assign_add(jnp.ones(2)))
     assert np.asarray(variable).tolist() == [2.0, 2.0]
     assert np.allclose(variable, [2.0, 2.0])
@@ -193,12 +193,12 @@ def test_numpy_reads_the_aggregate(s2: dj.MirroredStrategy):
     own[0] = 7.0
     assert variable.numpy().tolist() == [2.0, 2.0]
     with pytest.raises(ValueError, match="aggregation=NONE"):
-        np.asarray(made(s2, Agg.NONE))
+        np.asarray(create(s2, Agg.NONE))
 
 
-def test_in_merge_call_it_is_reduced_as_outside(s4: dj.MirroredStrategy):
-    """reduce, reduce_to and the local results take all components there, not this replica's."""
-    variable = made(s4, Agg.MEAN, 0.0)
+def test_reductions_in_merge_call_are_as_outside(s4: dj.MirroredStrategy):
+    """reduce, reduce_to and the local results use all components there, not those of one replica."""
+    variable = create(s4, Agg.MEAN, 0.0)
 
     def merge(s: dj.Strategy) -> Any:
         total = s.extended.reduce_to("sum", variable, destinations=variable)
@@ -213,16 +213,16 @@ def test_in_merge_call_it_is_reduced_as_outside(s4: dj.MirroredStrategy):
 
 
 @pytest.mark.parametrize("value", [True, jnp.uint8(3), jnp.float16(0.5)])
-def test_a_constant_is_written(s2: dj.MirroredStrategy, value: Any):
-    """What a step writes without computing it is each replica's value too, in the variable's dtype."""
-    variable = made(s2, Agg.ONLY_FIRST_REPLICA, jnp.zeros_like(value))
+def test_a_constant_can_be_written(s2: dj.MirroredStrategy, value: Any):
+    """Each replica gets it, in the dtype of the variable."""
+    variable = create(s2, Agg.ONLY_FIRST_REPLICA, jnp.zeros_like(value))
     s2.run(lambda: variable.assign(value))
     assert variable[...].dtype == jnp.asarray(value).dtype
     assert [v.item() for v in variable.values] == [jnp.asarray(value).item()] * 2
 
 
-def test_a_returned_variable_holds_what_each_replica_returned(s4: dj.MirroredStrategy):
-    """In a state that a step returns it reads, shows, reduces and goes on as a variable does."""
+def test_a_returned_variable_has_the_components_of_all_replicas(s4: dj.MirroredStrategy):
+    """A variable in a returned state can be read, shown, reduced and used in steps."""
     with s4.scope():
         model = nnx.List([dj.Variable(0.0, synchronization=ON_READ, aggregation=Agg.SUM)])
 
@@ -234,20 +234,24 @@ def test_a_returned_variable_holds_what_each_replica_returned(s4: dj.MirroredStr
         return jax.tree.map(lambda x: jnp.ones(()), nnx.state(model))
 
     (different, more), same = s4.run(step), s4.run(constant)
-    for state, wanted in ((different, [0.0, 1.0, 2.0, 3.0]), (more, [1.0] * 4), (same, [1.0] * 4)):
+    for state, components in (
+        (different, [0.0, 1.0, 2.0, 3.0]),
+        (more, [1.0] * 4),
+        (same, [1.0] * 4),
+    ):
         variable = state[0]
         s4.run(lambda: variable.assign_add(0.0))  # noqa: B023
-        assert [float(v) for v in variable.values] == wanted
-        assert float(variable.numpy()) == sum(wanted) == float(s4.reduce("sum", variable))
-        assert f"{sum(wanted)}" in repr(state).replace("6.", "6.0").replace("4.", "4.0")
+        assert [float(v) for v in variable.values] == components
+        assert float(variable.numpy()) == sum(components) == float(s4.reduce("sum", variable))
+        assert f"{sum(components)}" in repr(state).replace("6.", "6.0").replace("4.", "4.0")
         s4.run(lambda: variable.assign_add(1.0))  # noqa: B023
-        assert float(variable.numpy()) == sum(wanted) + 4
+        assert float(variable.numpy()) == sum(components) + 4
         variable.assign(8.0)
         assert float(variable.numpy()) == 8.0
 
 
-def test_written_under_the_users_jit_it_reads_right_everywhere(strategy: dj.Strategy):
-    """XLA leaves the components anywhere, on one device or whole on each; all ways to read know them."""
+def test_reads_are_correct_after_a_write_under_the_users_jit(strategy: dj.Strategy):
+    """XLA may place the components on one device or replicate them; every way to read works."""
     n = strategy.num_replicas_in_sync
     with strategy.scope():
         v = dj.Variable(jnp.zeros(2), synchronization=ON_READ, aggregation=SUM, name="v")

@@ -1,4 +1,4 @@
-"""Mirrored variables: what several replicas write becomes one value, at once."""
+"""Mirrored variables: the writes of several replicas are combined immediately."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def replica_id() -> Any:
     return dj.get_replica_context().replica_id_in_sync_group.astype(jnp.float32)
 
 
-def made(strategy: dj.Strategy, value: Any = 10.0, **kinds: Any) -> dj.Variable:
+def create(strategy: dj.Strategy, value: Any = 10.0, **kinds: Any) -> dj.Variable:
     """Makes a variable under a strategy."""
     with strategy.scope():
         return dj.Variable(value, name="v", **kinds)
 
 
 def test_different_writes_without_aggregation_are_refused(s2: dj.MirroredStrategy):
-    """With aggregation NONE replicas that write different values are an error that names it."""
-    variable = made(s2)
+    """With aggregation NONE different writes are an error that names the variable."""
+    variable = create(s2)
 
     def step() -> None:
         variable[...] = replica_id()
@@ -38,9 +38,9 @@ def test_different_writes_without_aggregation_are_refused(s2: dj.MirroredStrateg
 
 
 def test_assigning_an_item_is_assign(strategy: dj.Strategy):
-    """``v[...] = x`` and ``set_value`` inside run follow the aggregation too."""
+    """``v[...] = x`` and ``set_value`` inside run use the aggregation too."""
     n = strategy.num_replicas_in_sync
-    variable = made(strategy, aggregation=Agg.SUM)
+    variable = create(strategy, aggregation=Agg.SUM)
 
     def step() -> None:
         variable[...] = replica_id() + 1
@@ -52,8 +52,8 @@ def test_assigning_an_item_is_assign(strategy: dj.Strategy):
 
 
 def test_a_per_replica_value_from_outside_is_refused(s2: dj.MirroredStrategy):
-    """Assigned from outside, it would make the replicas diverge, as it does in TensorFlow."""
-    variable = made(s2, aggregation=Agg.MEAN)
+    """Assigned outside of run, it would make the replicas diverge, as in TensorFlow."""
+    variable = create(s2, aggregation=Agg.MEAN)
     different = s2.run(replica_id)
     for write in (variable.assign, variable.assign_add, dj.Variable):
         with pytest.raises(ValueError, match=r"strategy\.reduce"):
@@ -62,8 +62,8 @@ def test_a_per_replica_value_from_outside_is_refused(s2: dj.MirroredStrategy):
 
 
 def test_shapes_dtypes_and_kinds_are_checked(s2: dj.MirroredStrategy):
-    """A wrong shape, an integer MEAN, NONE as synchronization and a foreign kind are ValueErrors."""
-    variable = made(s2, jnp.zeros((2, 3)))
+    """A wrong shape, an integer MEAN, synchronization NONE and an unknown aggregation are ValueErrors."""
+    variable = create(s2, jnp.zeros((2, 3)))
     with pytest.raises(ValueError, match=r"shape \(2, 3\).*shape \(3,\)"):
         variable.assign(jnp.zeros(3))
     with pytest.raises(ValueError, match="shape"):
@@ -77,11 +77,9 @@ def test_shapes_dtypes_and_kinds_are_checked(s2: dj.MirroredStrategy):
 
 
 @pytest.mark.parametrize("spelling", ["variable", "array", "item"])
-def test_what_was_assigned_lives_on_when_a_step_takes_the_source(
-    strategy: dj.Strategy, spelling: str
-):
-    """A target that is assigned the online weights has a copy of them, as in TensorFlow."""
-    online, target = made(strategy, jnp.ones(3)), made(strategy, jnp.zeros(3))
+def test_an_assigned_value_is_a_copy(strategy: dj.Strategy, spelling: str):
+    """The source may be donated to a later step."""
+    online, target = create(strategy, jnp.ones(3)), create(strategy, jnp.zeros(3))
     step = lambda: online.assign_add(jnp.ones(3))  # noqa: E731
     strategy.run(step)
     if spelling == "item":
@@ -95,7 +93,7 @@ def test_what_was_assigned_lives_on_when_a_step_takes_the_source(
 
 def test_names_and_metadata(s4: dj.MirroredStrategy):
     """The components of ``v`` are ``v``, ``v/replica_1``, …; trainable is True by default."""
-    variable = made(s4)
+    variable = create(s4)
     assert variable.name == "v"
     assert variable.component_names == ("v", "v/replica_1", "v/replica_2", "v/replica_3")
     assert variable.trainable is True
@@ -104,25 +102,25 @@ def test_names_and_metadata(s4: dj.MirroredStrategy):
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "wanted"), [(Agg.MEAN, [0.0, -1.0, -1.0]), (Agg.SUM, [0.0, -2.0, -2.0])]
+    ("aggregation", "expected"), [(Agg.MEAN, [0.0, -1.0, -1.0]), (Agg.SUM, [0.0, -2.0, -2.0])]
 )
 def test_scatter_sub_combines_dense_changes(
-    s2: dj.MirroredStrategy, aggregation: Agg, wanted: list[float]
+    s2: dj.MirroredStrategy, aggregation: Agg, expected: list[float]
 ):
-    """Replica r takes r from row r and r + 1 from row r + 1."""
-    variable = made(s2, jnp.zeros(3), aggregation=aggregation)
+    """Replica r subtracts r from row r and r + 1 from row r + 1."""
+    variable = create(s2, jnp.zeros(3), aggregation=aggregation)
 
     def step() -> jax.Array:
         r = dj.get_replica_context().replica_id_in_sync_group
         return variable.scatter_sub(jnp.stack([r, r + 1]), jnp.stack([r, r + 1]))
 
-    assert s2.run(step).tolist() == wanted
-    assert variable.numpy().tolist() == wanted
+    assert s2.run(step).tolist() == expected
+    assert variable.numpy().tolist() == expected
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("op", "start", "updates", "index", "wanted"),
+    ("op", "start", "updates", "index", "expected"),
     [
         ("min", [0, 2, 0], 1, 1, [0, 1, 0]),
         ("max", [0, 0, 0], 1, 0, [1, 0, 0]),
@@ -138,11 +136,11 @@ def test_scatter_of_the_first_replica_and_from_outside(
     start: list[float],
     updates: float,
     index: int,
-    wanted: list[float],
+    expected: list[float],
     outside: bool,
 ):
-    """Under ONLY_FIRST_REPLICA the first replica's rows are changed, whatever the others ask for."""
-    variable = made(s2, jnp.asarray(start, float), aggregation=Agg.ONLY_FIRST_REPLICA)
+    """Under ONLY_FIRST_REPLICA only the changes of replica 0 count."""
+    variable = create(s2, jnp.asarray(start, float), aggregation=Agg.ONLY_FIRST_REPLICA)
 
     def step() -> None:
         later = dj.get_replica_context().replica_id_in_sync_group * 7
@@ -152,12 +150,12 @@ def test_scatter_of_the_first_replica_and_from_outside(
         variable.scatter(op, jnp.array([index]), jnp.array([updates]))
     else:
         s2.run(step)
-    assert variable.numpy().tolist() == wanted
+    assert variable.numpy().tolist() == expected
 
 
-def test_factors_are_combined_over_the_rows_that_any_replica_touches(s2: dj.MirroredStrategy):
-    """scatter_mul under SUM multiplies a row by the sum of the replicas' factors, others by one."""
-    variable = made(s2, jnp.array([1.0, 2.0, 3.0]), aggregation=Agg.SUM)
+def test_factors_are_combined_for_the_rows_that_any_replica_changes(s2: dj.MirroredStrategy):
+    """scatter_mul under SUM multiplies a row by the sum of the replicas' factors."""
+    variable = create(s2, jnp.array([1.0, 2.0, 3.0]), aggregation=Agg.SUM)
 
     def step() -> None:
         r = dj.get_replica_context().replica_id_in_sync_group
@@ -169,11 +167,11 @@ def test_factors_are_combined_over_the_rows_that_any_replica_touches(s2: dj.Mirr
 
 @pytest.mark.parametrize("aggregation", [Agg.SUM, Agg.MEAN])
 @pytest.mark.parametrize("op", ["min", "max", "update"])
-def test_what_cannot_be_combined_is_not_implemented(
+def test_operations_that_cannot_be_combined_are_not_implemented(
     s2: dj.MirroredStrategy, aggregation: Agg, op: str
 ):
-    """The smallest of sums is nothing; so says the error, also for a part assigned by index."""
-    variable = made(s2, jnp.zeros(3), aggregation=aggregation)
+    """Such as a minimum under SUM, or a part that is assigned by index."""
+    variable = create(s2, jnp.zeros(3), aggregation=aggregation)
     with pytest.raises(NotImplementedError, match=f"scatter_{op}"):
         s2.run(lambda: variable.scatter(op, jnp.array([0]), jnp.array([1.0])))
 
@@ -187,7 +185,7 @@ def test_what_cannot_be_combined_is_not_implemented(
 
 
 def test_a_variable_trains_as_a_weight(strategy: dj.Strategy):
-    """Inside a module it is differentiated and updated like any ``nnx.Variable``."""
+    """In a module it is differentiated and updated like any ``nnx.Variable``."""
 
     class Scale(nnx.Module):
         def __init__(self) -> None:
@@ -214,10 +212,10 @@ def test_a_variable_trains_as_a_weight(strategy: dj.Strategy):
 
 
 def test_metadata_is_part_of_the_program(s2: dj.MirroredStrategy):
-    """One step run on a SUM variable and then on a MEAN variable is two programs."""
+    """A step with a SUM variable, and then with a MEAN variable, makes two programs."""
     results = []
     for aggregation in (Agg.SUM, Agg.MEAN):
-        variable = made(s2, aggregation=aggregation)
+        variable = create(s2, aggregation=aggregation)
         results.append(float(s2.run(lambda: variable.assign(replica_id() + 1))))  # noqa: B023
     assert results == [3.0, 1.5]
 
@@ -237,8 +235,10 @@ def test_metadata_is_part_of_the_program(s2: dj.MirroredStrategy):
 def test_numbers_that_the_dtype_cannot_hold_are_refused(
     s2: dj.MirroredStrategy, start: Any, value: Any, given: str
 ):
-    """Every way to write them, inside of run and outside, names both dtypes and changes nothing."""
-    variable = made(s2, jnp.zeros(1, jnp.asarray(start).dtype), aggregation=Agg.ONLY_FIRST_REPLICA)
+    """Every write, inside run and outside, raises an error with both dtypes, and changes nothing."""
+    variable = create(
+        s2, jnp.zeros(1, jnp.asarray(start).dtype), aggregation=Agg.ONLY_FIRST_REPLICA
+    )
     array = [value] if given == "object" else np.asarray([value])
     text = rf"dtype {variable.dtype} and was given {given}.*dj\.Variable\(0\.0\)"
     array = np.asarray(array)
@@ -258,9 +258,9 @@ def test_numbers_that_the_dtype_cannot_hold_are_refused(
     assert not variable.numpy().any()
 
 
-def test_a_traced_number_is_judged_by_its_dtype(s2: dj.MirroredStrategy):
-    """Floats into integers and int32 into uint8 are refused before the step runs; counts are not."""
-    small, count = made(s2, jnp.uint8(0)), made(s2, 0, aggregation=Agg.SUM)
+def test_traced_numbers_are_checked_by_their_dtype(s2: dj.MirroredStrategy):
+    """Writing floats to integers or int32 to uint8 is refused when traced; integers to int32 are not."""
+    small, count = create(s2, jnp.uint8(0)), create(s2, 0, aggregation=Agg.SUM)
     for variable in (small, count):
         with pytest.raises(ValueError, match="given float32"):
             s2.run(lambda: variable.assign(replica_id()))  # noqa: B023
@@ -275,9 +275,9 @@ def test_a_traced_number_is_judged_by_its_dtype(s2: dj.MirroredStrategy):
     assert int(small.numpy()) == 2
 
 
-def test_numbers_that_it_can_hold_are_written(s2: dj.MirroredStrategy):
-    """Integers and bools go into floats, bools into integers, and integers that fit into shorter ones."""
-    real, small = made(s2), made(s2, jnp.uint8(0))
+def test_numbers_that_the_dtype_can_hold_are_written(s2: dj.MirroredStrategy):
+    """Integers and bools to floats, bools to integers, and integers that fit to shorter ones."""
+    real, small = create(s2), create(s2, jnp.uint8(0))
     for value in (3, True, np.arange(4)[3], jnp.int32(3), jnp.bfloat16(3)):
         assert float(real.assign(value).numpy()) == float(value)
     for value in (255, np.int64(255), jnp.int32(255), True):
@@ -287,11 +287,11 @@ def test_numbers_that_it_can_hold_are_written(s2: dj.MirroredStrategy):
 
 
 def test_integers_are_divided_exactly(s2: dj.MirroredStrategy):
-    """scatter_div gives the quotient toward zero in the variable's dtype, above 2**24 too."""
+    """scatter_div rounds toward zero in the dtype of the variable, also above 2**24."""
     numbers = jnp.array([49, 2**24 + 1, -7, 5])
     by = jnp.array([49, 1, 2, 5])
     rows = jnp.arange(4)
-    outside, inside = made(s2, numbers), made(s2, numbers, aggregation=Agg.SUM)
+    outside, inside = create(s2, numbers), create(s2, numbers, aggregation=Agg.SUM)
 
     def step() -> None:
         first = dj.get_replica_context().replica_id_in_sync_group == 0
@@ -304,26 +304,26 @@ def test_integers_are_divided_exactly(s2: dj.MirroredStrategy):
         assert variable[...].dtype == jnp.int32
 
 
-@pytest.mark.parametrize(("op", "wanted"), [("mul", [72.0, 12.0]), ("div", [2.0, 12.0])])
-def test_factors_for_one_row_are_multiplied(strategy: dj.Strategy, op: str, wanted: list[float]):
-    """2 and 3 for row 0 are 6, from outside and from the only replica that gives them."""
+@pytest.mark.parametrize(("op", "expected"), [("mul", [72.0, 12.0]), ("div", [2.0, 12.0])])
+def test_factors_for_one_row_are_multiplied(strategy: dj.Strategy, op: str, expected: list[float]):
+    """2 and 3 for row 0 make 6, outside of run and for one replica."""
     rows, by = jnp.array([0, 0]), jnp.array([2.0, 3.0])
-    outside = made(strategy, jnp.array([12.0, 12.0]))
-    inside = made(strategy, jnp.array([12.0, 12.0]), aggregation=Agg.SUM)
+    outside = create(strategy, jnp.array([12.0, 12.0]))
+    inside = create(strategy, jnp.array([12.0, 12.0]), aggregation=Agg.SUM)
 
     def step() -> None:
         inside.scatter(op, rows, by * (replica_id() == 0))
 
     outside.scatter(op, rows, by)
     strategy.run(step)
-    assert outside.numpy().tolist() == inside.numpy().tolist() == wanted
+    assert outside.numpy().tolist() == inside.numpy().tolist() == expected
 
 
-def test_after_each_step_all_replicas_have_the_same_bits_and_counted_one_step(
+def test_after_each_step_all_replicas_have_the_same_bits(
     s2: dj.MirroredStrategy,
 ):
-    """Ten steps on the mean loss of the global batch; a counter of steps goes up by one, not two."""
-    counter = made(s2, 0, aggregation=Agg.ONLY_FIRST_REPLICA)
+    """Ten training steps; a counter of steps increases by one, not two."""
+    counter = create(s2, 0, aggregation=Agg.ONLY_FIRST_REPLICA)
     with s2.scope():
         model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
         optimizer = dj.Optimizer(model, optax.adam(0.1))

@@ -1,4 +1,4 @@
-"""Reading variables in another thread while steps run, which take their memory."""
+"""Reading variables in another thread while steps run, to which they are donated."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def in_another_thread(read: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.exhaustive
-def test_a_read_while_steps_run_gives_a_whole_value_of_some_step(s4: dj.Strategy) -> None:
-    """Every reader sees one step's value at a time, never an array that a step has taken."""
+def test_a_read_while_steps_run_returns_the_value_after_some_step(s4: dj.Strategy) -> None:
+    """Every reader sees the value after one step, and never a donated array."""
     with s4.scope():
         written = dj.Variable(jnp.zeros(64))
         own = dj.Variable(jnp.zeros(64), synchronization=ON_READ, aggregation=SUM)
@@ -94,8 +94,8 @@ def test_a_read_while_steps_run_gives_a_whole_value_of_some_step(s4: dj.Strategy
     assert own.numpy()[0] == 4 * 301
 
 
-def test_a_read_while_a_step_is_traced_gives_the_value_before(s4: dj.Strategy) -> None:
-    """The tracers that the variable holds meanwhile stay in the thread that traces."""
+def test_a_read_while_a_step_is_traced_returns_the_value_before_it(s4: dj.Strategy) -> None:
+    """Tracers stay in the thread that traces."""
     with s4.scope():
         written = dj.Variable(5.0)
         own = dj.Variable(7.0, synchronization=ON_READ, aggregation=SUM)
@@ -112,10 +112,10 @@ def test_a_read_while_a_step_is_traced_gives_the_value_before(s4: dj.Strategy) -
 
 
 @pytest.mark.parametrize("synchronization", [dj.VariableSynchronization.ON_WRITE, ON_READ])
-def test_a_read_between_taking_and_writing_waits_for_the_new_value(
+def test_a_read_between_donation_and_write_waits_for_the_new_value(
     s4: dj.Strategy, other: ThreadPoolExecutor, synchronization: dj.VariableSynchronization
 ) -> None:
-    """In the moment when a step has the memory and has not written yet, the reader waits."""
+    """The step has the memory and has not written the new value yet."""
     with s4.scope():
         v = dj.Variable(5.0, synchronization=synchronization, aggregation=SUM)
     s4.run(lambda: v.assign_add(1.0))
@@ -128,10 +128,10 @@ def test_a_read_between_taking_and_writing_waits_for_the_new_value(
     assert reading.result(30) == 9.0
 
 
-def test_a_value_that_never_comes_back_is_a_donated_error(
+def test_without_a_new_value_a_read_is_a_donated_error(
     s4: dj.Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread of the steps hears it at once, another one after a while; both hear what to do."""
+    """At once in the thread of the steps, after a timeout in others."""
     monkeypatch.setattr(_access, "_TIMEOUT", 0.05)
     with s4.scope():
         v = dj.Variable(5.0, name="total")
@@ -148,7 +148,7 @@ def test_a_value_that_never_comes_back_is_a_donated_error(
             read()
 
 
-def test_a_source_that_reads_ahead_may_not_take_a_snapshot() -> None:
-    """It would wait for the loop, which waits for it."""
+def test_a_source_in_the_prefetch_thread_may_not_take_a_snapshot() -> None:
+    """It would wait for the loop, which waits for the source."""
     with _context.prefetching(), pytest.raises(RuntimeError, match="thread that reads ahead"):
         dj.snapshot(jnp.ones(2))

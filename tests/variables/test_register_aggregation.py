@@ -1,4 +1,4 @@
-"""Users say how the replicas' values of their own types of variable become one."""
+"""Users register how the replicas' values of their own variable types are combined."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distribute_jax.program._aggregation import BY_TYPE
 
 
 class Summed(nnx.Variable[Any]):
-    """What replicas add to it is summed."""
+    """The additions of the replicas are summed."""
 
 
 class Averaged(nnx.Variable[Any]):
@@ -37,7 +37,7 @@ for kind, aggregation in RULES.items():
 
 @pytest.mark.parametrize("kind", [Summed, Averaged, First, OfFirst])
 def test_a_registered_type_follows_its_rule(strategy: dj.Strategy, kind: Any):
-    """From 10, replica r adds r + 1: the additions are summed, averaged, or the first one counts."""
+    """Replica r adds r + 1 to 10: additions are summed, averaged, or that of replica 0 counts."""
     n = strategy.num_replicas_in_sync
     with strategy.scope():
         state = kind(jnp.float32(10))
@@ -46,20 +46,20 @@ def test_a_registered_type_follows_its_rule(strategy: dj.Strategy, kind: Any):
         state[...] += dj.get_replica_context().replica_id_in_sync_group + 1
 
     strategy.run(step)
-    wanted = {Summed: n * (n + 1) / 2, Averaged: (n + 1) / 2, First: 1.0, OfFirst: 1.0}
-    assert float(state[...]) == 10 + wanted[kind]
+    expected = {Summed: n * (n + 1) / 2, Averaged: (n + 1) / 2, First: 1.0, OfFirst: 1.0}
+    assert float(state[...]) == 10 + expected[kind]
     assert len({float(shard.data) for shard in state[...].addressable_shards}) == 1
 
 
-def test_what_is_no_type_or_no_aggregation_is_refused():
-    """The error says what it takes."""
+def test_invalid_types_and_aggregations_are_refused():
+    """The error says what is accepted."""
     for kind, aggregation in ((int, Agg.SUM), (Summed, "sum"), (Summed(1.0), Agg.SUM)):
         with pytest.raises(ValueError, match=r"subclass of nnx\.Variable"):
             dj.register_aggregation(kind, aggregation)  # type: ignore[arg-type]
 
 
 def test_a_dj_variable_keeps_its_rule(s2: dj.MirroredStrategy, monkeypatch: pytest.MonkeyPatch):
-    """It combines its writes itself: a rule for it is refused, one for its base does not count twice."""
+    """It combines its writes itself: a rule for it is refused, one for its base class is not applied."""
 
     class Own(dj.Variable):
         pass
@@ -76,7 +76,7 @@ def test_a_dj_variable_keeps_its_rule(s2: dj.MirroredStrategy, monkeypatch: pyte
 
 
 def test_the_first_replica_decides_on_random_keys_and_bools(s4: dj.MirroredStrategy):
-    """What replica 0 wrote holds everywhere, whatever is in the variable."""
+    """The value of replica 0 is used for every kind of value."""
     with s4.scope():
         key, flag = First(jax.random.key(0)), First(jnp.array(False))
         assigned = dj.Variable(jax.random.key(0), aggregation=Agg.ONLY_FIRST_REPLICA)
@@ -88,15 +88,15 @@ def test_the_first_replica_decides_on_random_keys_and_bools(s4: dj.MirroredStrat
         assigned.assign(jax.random.fold_in(assigned[...], replica + 5))
 
     s4.run(step)
-    wanted = jax.random.key_data(jax.random.fold_in(jax.random.key(0), 5)).tolist()
-    assert jax.random.key_data(key[...]).tolist() == wanted
-    assert jax.random.key_data(assigned[...]).tolist() == wanted
+    expected = jax.random.key_data(jax.random.fold_in(jax.random.key(0), 5)).tolist()
+    assert jax.random.key_data(key[...]).tolist() == expected
+    assert jax.random.key_data(assigned[...]).tolist() == expected
     assert (flag[...].dtype, bool(flag[...])) == (jnp.bool_, True)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_a_mean_of_narrow_numbers_is_exact_and_keeps_the_dtype(s4: dj.MirroredStrategy, dtype: Any):
-    """The sum of four such values is beyond float16, and beyond the digits of bfloat16."""
+    """The sum of four such values exceeds the range of float16 and the precision of bfloat16."""
     values = jnp.array([40000, 33024, 32768, 32768], jnp.float32).astype(dtype)
     with s4.scope():
         mean, statistic = Averaged(jnp.zeros((), dtype)), nnx.BatchStat(jnp.zeros((), dtype))
@@ -106,15 +106,15 @@ def test_a_mean_of_narrow_numbers_is_exact_and_keeps_the_dtype(s4: dj.MirroredSt
         mean[...] = statistic[...] = values[replica]
 
     s4.run(step)
-    wanted = values.astype(jnp.float32).mean().astype(dtype)
+    expected = values.astype(jnp.float32).mean().astype(dtype)
     assert mean[...].dtype == statistic[...].dtype == dtype
-    assert float(mean[...]) == float(statistic[...]) == float(wanted)
+    assert float(mean[...]) == float(statistic[...]) == float(expected)
 
 
 @pytest.mark.parametrize("kind", [Averaged, nnx.BatchStat])
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_])
 def test_a_mean_of_integers_is_refused_by_name(s4: dj.MirroredStrategy, kind: Any, dtype: Any):
-    """It would change the dtype; what every replica writes equally stays as it is."""
+    """It would change the dtype; values that are equal on every replica are kept."""
     with s4.scope():
         state = kind(jnp.zeros((), dtype))
 
@@ -131,7 +131,7 @@ def test_a_mean_of_integers_is_refused_by_name(s4: dj.MirroredStrategy, kind: An
 
 
 def test_a_sum_of_bools_is_refused_by_name(s4: dj.MirroredStrategy):
-    """State of a metric is a sum, and the message says what to keep it in."""
+    """State of a metric is summed; the message says what to use instead."""
     with s4.scope():
         state = nnx.metrics.MetricState(jnp.array(False))
 

@@ -42,10 +42,10 @@ def epoch_of(dataset: Iterable[Any]) -> list[Any]:
         return [real_rows(element) for element in dataset]
 
 
-def assert_same(got: list[Any], wanted: list[Any]) -> None:
+def assert_same(got: list[Any], expected: list[Any]) -> None:
     """The batches have the expected structures, dtypes (32 bits for 64) and values."""
-    assert len(got) == len(wanted)
-    for one, other in zip(got, wanted, strict=True):
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
         assert jax.tree.structure(one) == jax.tree.structure(other)
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
             b = np.asarray(b)
@@ -53,23 +53,23 @@ def assert_same(got: list[Any], wanted: list[Any]) -> None:
             np.testing.assert_array_equal(a, b.astype(a.dtype))
 
 
-def assert_two_epochs(strategy: dj.Strategy, source: Any, wanted: list[Any]) -> None:
+def assert_two_epochs(strategy: dj.Strategy, source: Any, expected: list[Any]) -> None:
     """Two epochs yield the expected batches, under each policy for the partial one."""
     dataset = strategy.distribute_dataset(source)
     for _ in range(2):
-        assert_same(epoch_of(dataset), wanted)
-    sizes = [len(jax.tree.leaves(batch)[0]) for batch in wanted]
+        assert_same(epoch_of(dataset), expected)
+    sizes = [len(jax.tree.leaves(batch)[0]) for batch in expected]
     is_whole = [n == sizes[0] and n % strategy.num_replicas_in_sync == 0 for n in sizes]
     assert not all(is_whole)
 
     def by(partial: str) -> list[Any]:
         return epoch_of(strategy.distribute_dataset(source, dj.InputOptions(partial=partial)))
 
-    assert_same(by("shrink"), wanted)
+    assert_same(by("shrink"), expected)
     with pytest.raises(dj.ArgumentError, match="partial='error'"):
         by("error")
     if any(is_whole):
-        assert_same(by("drop"), [one for one, keep in zip(wanted, is_whole, strict=True) if keep])
+        assert_same(by("drop"), [one for one, keep in zip(expected, is_whole, strict=True) if keep])
     else:
         with pytest.raises(dj.ArgumentError, match="no batch would be left"):
             by("drop")

@@ -48,7 +48,7 @@ def numbers(n: int = 5) -> dj.data.ArrayDataset:
 
 
 @pytest.mark.parametrize(
-    ("dataset", "wanted"),
+    ("dataset", "expected"),
     [
         (numbers().batch(2), [[0, 1], [2, 3], [4]]),
         (numbers().batch(2, drop_remainder=True), [[0, 1], [2, 3]]),
@@ -60,10 +60,10 @@ def numbers(n: int = 5) -> dj.data.ArrayDataset:
         (numbers(3).repeat(2).repeat(2).batch(12), [[0, 1, 2] * 4]),
     ],
 )
-def test_batch_repeat_and_map_in_either_order(dataset, wanted):
+def test_batch_repeat_and_map_in_either_order(dataset, expected):
     """As in tf.data: repeat before batch fills batches across passes; map applies to examples or batches."""
-    assert rows(dataset) == wanted
-    assert len(dataset) == len(wanted)
+    assert rows(dataset) == expected
+    assert len(dataset) == len(expected)
 
 
 PIPELINES = {
@@ -114,7 +114,7 @@ def test_consecutive_rows_are_not_copied():
 
 
 @pytest.mark.parametrize(
-    ("tree", "told"),
+    ("tree", "message"),
     [
         ({"x": np.ones(3), "y": np.ones(4)}, r"different length[\s\S]*arrays\['y'\]: float64\[4\]"),
         ({"x": np.ones(3), "y": np.float32(1)}, r"arrays\['y'\]: float32\[\]"),
@@ -126,14 +126,14 @@ def test_consecutive_rows_are_not_copied():
     ],
     ids=["lengths", "scalar", "list", "empty", "no leaf", "None", "keys"],
 )
-def test_trees_that_are_not_a_table_are_refused(tree, told):
+def test_trees_that_are_not_a_table_are_refused(tree, message):
     """Different lengths, leaves without rows, and no rows at all: each error names the leaf."""
-    with pytest.raises(dj.ArgumentError, match=told):
+    with pytest.raises(dj.ArgumentError, match=message):
         dj.data.from_arrays(tree)
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (lambda d: d.batch(0), r"batch\(size\) must be an integer >= 1; got 0"),
         (lambda d: d.batch(2.5), "batch: size must be an integer; got 2.5"),
@@ -155,9 +155,9 @@ def test_trees_that_are_not_a_table_are_refused(tree, told):
         (lambda d: list(d.map(lambda i: {"a" * int(i): i}).batch(2)), "different structures"),
     ],
 )
-def test_wrong_arguments_are_refused(call, told):
+def test_wrong_arguments_are_refused(call, message):
     """Each is a ValueError that shows the call."""
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         call(numbers())
 
 

@@ -39,10 +39,10 @@ def as_arrays(path: Path) -> Any:
 def test_examples_become_batches_across_files(strategy, three, read):
     """A generator of examples and a dict of arrays give the same batches, the last one partial."""
     x = np.concatenate([np.load(path) for path in three])
-    wanted = cut({"x": x, "pair": Pair(x / np.float32(2), None)}, 5)
-    assert_two_epochs(strategy, dj.data.from_files(three, read).batch(5), wanted)
+    expected = cut({"x": x, "pair": Pair(x / np.float32(2), None)}, 5)
+    assert_two_epochs(strategy, dj.data.from_files(three, read).batch(5), expected)
     dropped = dj.data.from_files(three, read).batch(5, drop_remainder=True)
-    assert_same(epoch_of(strategy.distribute_dataset(dropped)), wanted[:2])
+    assert_same(epoch_of(strategy.distribute_dataset(dropped)), expected[:2])
 
 
 def test_files_are_assigned_to_workers_in_turn(three):
@@ -93,7 +93,7 @@ def test_a_file_is_opened_when_its_examples_are_needed(three):
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (lambda: dj.data.from_files([], np.load), "at least one str or pathlib.Path"),
         (lambda: dj.data.from_files("data.npy", np.load), "str 'data.npy'"),
@@ -117,7 +117,7 @@ def test_a_file_is_opened_when_its_examples_are_needed(three):
         (lambda: dj.data.from_files(["a"], np.load).batch(2).batch(2), "already batched"),
     ],
 )
-def test_wrong_arguments_are_refused(call, told):
+def test_wrong_arguments_are_refused(call, message):
     """Each ValueError shows what was received and what is accepted."""
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         call()

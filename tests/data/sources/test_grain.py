@@ -57,12 +57,12 @@ def test_each_kind_resumes_anywhere(kind):
 def test_a_map_dataset_is_shuffled_again_in_each_epoch():
     """Epoch e is what Grain gives in the e-th pass of the repeated dataset, from any position."""
     dataset = grain.MapDataset.range(11).shuffle(7).batch(4)
-    wanted = [batch.tolist() for batch in dataset.repeat(3)]
+    expected = [batch.tolist() for batch in dataset.repeat(3)]
     source = find_source(dataset)
     got = [batch.tolist() for epoch in range(3) for batch in source.open(epoch)]
-    assert got == wanted
+    assert got == expected
     assert got[:3] != got[3:6]
-    assert [batch.tolist() for batch in source.open(1, 2)] == wanted[5:6]
+    assert [batch.tolist() for batch in source.open(1, 2)] == expected[5:6]
     assert source.length == 3
 
 

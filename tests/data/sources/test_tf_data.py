@@ -52,8 +52,8 @@ def test_cardinality_is_that_of_the_dataset():
 def test_eager_tensors_in_any_iterable_become_arrays(s2):
     """A list of batches of tensors, and the iterator of a dataset."""
     batches = [{"x": tf.range(4)}, {"x": tf.range(3)}]
-    wanted = [{"x": np.arange(4, dtype=np.int32)}, {"x": np.arange(3, dtype=np.int32)}]
-    assert_same(epoch_of(s2.distribute_dataset(batches)), wanted)
+    expected = [{"x": np.arange(4, dtype=np.int32)}, {"x": np.arange(3, dtype=np.int32)}]
+    assert_same(epoch_of(s2.distribute_dataset(batches)), expected)
     assert_same(epoch_of(s2.distribute_dataset(iter(numbers(5)))), cut(N[:5], 4))
 
 
@@ -132,12 +132,12 @@ THE_SAME_IN_EACH_PASS = {
 def test_another_dataset_continues_at_the_next_batch(s2, name):
     """As a restarted program creates it: from any batch of the second epoch to its end."""
     first = s2.distribute_dataset(THE_SAME_IN_EACH_PASS[name]())
-    wanted = epoch_of(first)
+    expected = epoch_of(first)
     iterator = iter(first)
-    for position in range(len(wanted)):
+    for position in range(len(expected)):
         resumed = iter(s2.distribute_dataset(THE_SAME_IN_EACH_PASS[name]()))
         resumed.restore(iterator.state())
-        assert_same(epoch_of(resumed), wanted[position:])
+        assert_same(epoch_of(resumed), expected[position:])
         next(iterator)
 
 
