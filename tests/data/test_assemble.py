@@ -72,16 +72,16 @@ def test_a_loader_may_reuse_its_buffer(replicas: int):
     assert [np.unique(e.global_array).tolist() for e in elements] == [[i] for i in range(20)]
 
 
-def test_a_small_batch_for_one_device_is_sent_in_one_call(monkeypatch: pytest.MonkeyPatch):
-    """All leaves together, which is faster; under debug_nans one by one, since the data may hold NaNs."""
+def test_a_small_batch_for_one_device_is_transferred_in_one_call(monkeypatch: pytest.MonkeyPatch):
+    """It is faster; not under debug_nans, since data may contain NaNs."""
     calls = []
-    together = _element._together
+    transfer_program = _element._transfer_program
 
     def counted(sharding: Any) -> Any:
         calls.append(sharding)
-        return together(sharding)
+        return transfer_program(sharding)
 
-    monkeypatch.setattr(_element, "_together", counted)
+    monkeypatch.setattr(_element, "_transfer_program", counted)
     batch = {"x": np.full((4, 2), np.nan), "y": np.arange(4), "z": np.ones((4, 0), np.int8)}
     fast = first(batch, 1)
     with jax.debug_nans(True):

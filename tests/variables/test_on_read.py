@@ -100,7 +100,7 @@ def test_a_write_neither_communicates_nor_allocates(s4: dj.MirroredStrategy):
     def step() -> None:
         variable.assign_add(jnp.ones(1000))
 
-    s4.run(step)  # what the first step is given may still be in use where it was create
+    s4.run(step)  # what the first step is given may still be in use where it was created
     old = variable.get_raw_value()
     s4.run(step)
     assert old.is_deleted()
