@@ -125,16 +125,18 @@ class Loss:
         real = real_mask(name, "losses", losses.shape, replica)
         counted = self._counted(y_true, losses)
         keep = real if counted is None else counted if real is None else real & counted
-        terms = _kept(terms, keep)
+        terms = _masked(terms, keep)
         if self.reduction in ("none", None):
             return terms
         total = jnp.sum(terms)
         if self.reduction == "sum":
             return total
         if self.reduction == "mean_with_sample_weight" and weights is not None:
-            part = _over_sum(total, weights, losses.shape, keep, replica)
+            part = _divided_by_weights(total, weights, losses.shape, keep, replica)
         elif counted is not None:
-            part = _over_sum(total, jnp.ones((), losses.dtype), losses.shape, keep, replica)
+            part = _divided_by_weights(
+                total, jnp.ones((), losses.dtype), losses.shape, keep, replica
+            )
         else:
             # In floating point: a large batch of images has more terms than an int32 counts.
             count = jnp.asarray(_examples(replica, losses.shape[0]), total.dtype)
@@ -227,7 +229,7 @@ def _weights(name: str, sample_weight: Any, shape: tuple[int, ...], dtype: Any) 
     return align(name, "sample_weight", array, "losses", shape)
 
 
-def _kept(terms: jax.Array, keep: jax.Array | None) -> jax.Array:
+def _masked(terms: jax.Array, keep: jax.Array | None) -> jax.Array:
     """Sets terms that do not count to 0, by ``where`` rather than ``*``, since NaN times 0 is NaN."""
     return terms if keep is None else jnp.where(keep, terms, 0)
 
@@ -236,7 +238,7 @@ def _marked(part: jax.Array, replica: Any) -> jax.Array:
     return part_of_mean(part) if replica.num_replicas_in_sync > 1 else part
 
 
-def _over_sum(
+def _divided_by_weights(
     total: jax.Array,
     weights: jax.Array,
     shape: tuple[int, ...],
@@ -244,7 +246,7 @@ def _over_sum(
     replica: Any,
 ) -> jax.Array:
     """Divides by the sum of the weights of all replicas; returns 0 if that is 0."""
-    divisor = replica.all_reduce("sum", jnp.sum(_kept(jnp.broadcast_to(weights, shape), keep)))
+    divisor = replica.all_reduce("sum", jnp.sum(_masked(jnp.broadcast_to(weights, shape), keep)))
     return jnp.where(divisor == 0, 0, total / jnp.where(divisor == 0, 1, divisor))
 
 
@@ -323,10 +325,12 @@ def compute_average_loss(
         weights = _weights(_NAME, sample_weight, losses.shape, dtype)
         terms = as_dtype(losses, dtype) * weights
         if by_weights:
-            part = _over_sum(jnp.sum(_kept(terms, keep)), weights, losses.shape, keep, replica)
+            part = _divided_by_weights(
+                jnp.sum(_masked(terms, keep)), weights, losses.shape, keep, replica
+            )
             return _marked(as_dtype(part, mean_dtype(losses.dtype)), replica)
         losses = terms
-    total = jnp.sum(_kept(losses, keep))
+    total = jnp.sum(_masked(losses, keep))
     if losses.ndim == 2 and losses.shape[0] == losses.shape[1] > 1:
         log_once(_SQUARE, losses.shape)
     if global_batch_size is None:

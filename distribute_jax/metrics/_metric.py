@@ -193,7 +193,7 @@ def terms(metric: object, name: str, values: Any, mask: Any, sample_weight: Any)
         values = values.astype(np.float32)  # JAX would truncate 64-bit integers to 32 bits
     values = as_array(metric, name, values)
     shape = values.shape
-    keep = _kept(metric, name, shape, mask)
+    keep = _counted(metric, name, shape, mask)
     values = values.astype(jnp.float32)
     weights = jnp.ones(shape, jnp.float32)
     if sample_weight is not None:
@@ -214,7 +214,7 @@ def as_array(metric: object, name: str, value: Any) -> jax.Array:
     return real_array(_method(metric), name, value)
 
 
-def _kept(metric: object, name: str, shape: tuple[int, ...], mask: Any) -> jax.Array | None:
+def _counted(metric: object, name: str, shape: tuple[int, ...], mask: Any) -> jax.Array | None:
     """Returns a mask of the values that count, with as many dims as they have; None if all do."""
     real = real_mask(_method(metric), name, shape, get_replica_context())
     if mask is None:
