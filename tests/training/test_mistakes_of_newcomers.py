@@ -113,7 +113,7 @@ RAISED: dict[str, tuple[Callable[[dj.Strategy, Path], Any], str]] = {
     ),
     "a strategy as a context": (lambda s, _: entered(s), "write `with strategy.scope"),
     "a function of a context": (
-        lambda s, _: s.distribute_dataset(lambda context: [X]), "goes to strategy.distribute_datasets_from"
+        lambda s, _: s.distribute_dataset(lambda context: [X]), "to strategy.distribute_datasets_from"
     ),
     "map of two arguments": (
         lambda s, _: dj.data.from_arrays((X, Y)).map(lambda x, y: x), "with one argument, the example"
