@@ -40,10 +40,10 @@ from distribute_jax.program._trace_errors import explain_compile_errors
 from distribute_jax.program._undo import StepCounts
 
 _DONATED = """\
-These arrays were given to an earlier step, which reused their memory, so they can no longer be read:
+These arrays were donated to an earlier step, which reused their memory, so they can no longer be read:
 {lines}
-run updates state in place: an array taken out of a variable before a step is gone after it. Keep \
-dj.snapshot(model) instead of the arrays, or use RunOptions(donate_state=False)."""
+run updates state in place: an array that was read from a variable before a step is deleted by the step. \
+Keep dj.snapshot(model) instead of the arrays, or use RunOptions(donate_state=False)."""
 
 
 class OutdatedError(Exception):

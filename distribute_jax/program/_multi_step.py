@@ -99,15 +99,11 @@ def _compile(program: Program, steps: int) -> Compiled:
 def stacked_results(results: Sequence[Any]) -> Any:
     """Stacks the results of single steps as a scanned program would."""
     with outside_mesh():
-        return jax.tree.map(
-            lambda *leaves: _stacked(leaves),
-            *results,
-            is_leaf=lambda leaf: isinstance(leaf, PerReplica),
-        )
+        return jax.tree.map(_stacked, *results, is_leaf=lambda leaf: isinstance(leaf, PerReplica))
 
 
-def _stacked(leaves: Sequence[Any]) -> Any:
-    first = leaves[0]
+def _stacked(first: Any, *others: Any) -> Any:
+    leaves = (first, *others)
     if isinstance(first, PerReplica):
         if len({leaf.part_shape for leaf in leaves}) > 1:
             raise ArgumentError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
 
@@ -47,8 +47,5 @@ _clock: ContextVar[PreparationClock | None] = ContextVar("distribute_jax_clock",
 def preparing() -> Iterator[None]:
     """Marks work that is done once for a program, for the current clock."""
     clock = _clock.get()
-    if clock is None:
-        yield
-        return
-    with clock.running():
+    with nullcontext() if clock is None else clock.running():
         yield

@@ -37,10 +37,10 @@ from distribute_jax.program._state_placement import on_parameter_device
 from distribute_jax.program._trace import Call, Traced, trace
 
 _FAILED = """\
-The compiled step failed after its state had been given to it, so these values are lost:
+The compiled step failed after its state had been donated to it, so these values are lost:
 {lines}
 The reason: {reason}
-Restore the state from a checkpoint or a dj.snapshot, or find the failure with \
+Restore the state from a checkpoint or a dj.snapshot. To find the failure, use \
 RunOptions(donate_state=False), which keeps the state."""
 
 

@@ -42,7 +42,7 @@ class Runner:
     """Runs steps on the replicas of one strategy.
 
     At most ``steps_in_flight`` steps are dispatched and not finished. None means no limit on accelerators,
-    and 2 on CPU, where more can deadlock.
+    and 2 on CPU, since more can deadlock there.
     """
 
     def __init__(self, strategy: Any, replicas: Replicas, steps_in_flight: int | None) -> None:

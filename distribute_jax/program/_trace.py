@@ -220,8 +220,8 @@ class _Recorder:
             args, kwargs = self._arguments(data)
             result = call.fn(*args, **kwargs)
             self._log_lost_changes(data, (args, kwargs), result)
-            if kept := surviving_variables(call, created):
-                return self._first_values(kept)
+            if surviving := surviving_variables(call, created):
+                return self._first_values(surviving)
             now = read_raw(binding.variables)
             removed = self._removed(nodes, attributes)
             self.written = tuple(
@@ -245,10 +245,10 @@ class _Recorder:
         variables = self.call.binding.variables
         return {i for i, variable in enumerate(variables) if id(variable) not in reached}
 
-    def _first_values(self, kept: list[tuple[Any, Any]]) -> list[Any]:
+    def _first_values(self, surviving: list[tuple[Any, Any]]) -> list[Any]:
         """Returns the first values of new variables, with which this trace ends."""
-        self.created = tuple(variable for variable, _ in kept)
-        arrays = [raw for _, raw in kept]
+        self.created = tuple(variable for variable, _ in surviving)
+        arrays = [raw for _, raw in surviving]
         # The user's objects must not keep tracers.
         write_raw(self.created, [abstract(raw) for raw in arrays])
         self.results, arrays = flatten_results(arrays, self.call.binding, [])
@@ -257,12 +257,12 @@ class _Recorder:
     def without_rebuilt(self, jaxpr: ClosedJaxpr, first_array: int) -> ClosedJaxpr:
         """Proves that the last outputs are unchanged captured arrays, and removes them."""
         body = jaxpr.jaxpr
-        kept = len(body.outvars) - len(self.rebuilt)
-        for output, array in enumerate(self.rebuilt, kept):
+        first = len(body.outvars) - len(self.rebuilt)
+        for output, array in enumerate(self.rebuilt, first):
             at = self._array_at.get(id(array.old))
             same = at is not None and is_unchanged(body, output, first_array + at)
             check_rebuilt(array, unchanged=same)
-        return ClosedJaxpr(body.replace(outvars=body.outvars[:kept]), jaxpr.consts)
+        return ClosedJaxpr(body.replace(outvars=body.outvars[:first]), jaxpr.consts)
 
     def _log_lost_changes(self, data: list[Any], args: Any, result: Any) -> None:
         """Logs once which values the step stored in a container among its arguments and did not return."""
