@@ -27,10 +27,13 @@ _state_holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def require_method(strategy: Any, method: str) -> None:
     """Raises if a cross-replica method of a strategy must not be called here."""
-    require_cross_replica(method)
-    require_unmixed(strategy)
+    top = _frames.entered()  # read once: every call of run comes here
+    if top is not None and (top.replica is not None or top.strategy is not strategy):
+        require_cross_replica(method)
+        require_unmixed(strategy)
     require_loop_thread(method)
-    require_untraced(method)
+    if not at_top_level() or in_tf_function():
+        require_untraced(method)
 
 
 def register_state_holder(holder: Any) -> None:
