@@ -5,7 +5,7 @@
     python examples/parameter_server.py --engine processes --kill   one of each is killed in each epoch
 
 It is TensorFlow's tutorial "Parameter server training" for the images of scikit-learn and the model of
-examples/digits.py. Each worker goes through the images in an order of its own, and nobody waits for the
+examples/digits.py. Each worker goes through the images in a separate order, and nobody waits for the
 slowest: an update may be computed from weights that are a few updates old. Each scheduled step is applied
 exactly once, also when processes end.
 """

@@ -208,7 +208,7 @@ def check_copies(entry: BoundProgram, outs: Sequence[jax.Array]) -> None:
 
 @contextmanager
 def components_on(binding: Binding, mesh: Mesh) -> Iterator[None]:
-    """Gives ON_READ variables one component for each replica of another mesh, within a block."""
+    """Within the block, ON_READ variables have one component for each replica of another mesh."""
     variables = [cast("Variable", v) for v in binding.variables if keeps_own_values(v)]
     before = read_raw(variables)
     write_raw(variables, [on_replicas(variable, mesh) for variable in variables])

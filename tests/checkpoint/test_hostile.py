@@ -99,7 +99,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a part of a huge shape": set_in("a", "part.shape", [HUGE, 3]),
     "a part elsewhere": set_in("a", "part.start", [5, 0]),
     "a part before the start": set_in("a", "part.start", [-1, 0]),
-    "a size that is none": set_in("a", "part.shape", ["x", 3]),
+    "a size that is not a number": set_in("a", "part.shape", ["x", 3]),
     "a size of 0.5": set_in("a", "shape", [0.5, 12]),
     "no parts": set_in("a", "parts", []),
     "a part above": set_in("a", "part.name", "../../1/manifest.json"),

@@ -99,11 +99,11 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_275,
-    lines_of_tests: 49_985,
-    files: 230,
-    pieces: 1,
-    private_words: 9,
+    lines: 50_796,
+    lines_of_tests: 49_504,
+    files: 228,
+    pieces: 0,
+    private_words: 0,
     private_imports: 32,
 }
 
