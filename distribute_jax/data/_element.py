@@ -80,8 +80,8 @@ def _one_transfer_is_faster(leaves: list[Any], mesh: Mesh) -> bool:
         and is_local(mesh)
         and all(isinstance(leaf, np.ndarray) for leaf in leaves)
         and sum(leaf.nbytes for leaf in leaves) < _MAX_CALL_BOUND_BYTES
-        # These modes check the results of compiled calls, and data may contain NaNs.
-        and not (config.jax_debug_nans or config.jax_debug_infs)
+        # The first two modes check the results of compiled calls, and data may contain NaNs.
+        and not (config.jax_debug_nans or config.jax_debug_infs or config.jax_disable_jit)
     )
 
 

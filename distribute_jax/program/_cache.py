@@ -214,7 +214,7 @@ class ProgramCache:
 
     def remove_dead(self) -> None:
         """Removes programs and entries whose models were deleted, so that no call can use them again."""
-        alive = {key: [e for e in old if e.binding.alive] for key, old in self._bound.items()}
+        alive = {key: [e for e in old if e.binding.alive] for key, old in list(self._bound.items())}
         self._bound = {key: entries for key, entries in alive.items() if entries}
         for key in [k for k, program in self.programs.items() if not program.is_alive()]:
             del self.programs[key]

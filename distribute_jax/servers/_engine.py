@@ -45,9 +45,13 @@ class Engine:
         """Starts the workers, if they have not been started."""
         with self._starting:  # two threads may schedule
             if not self.has_started:
-                self._start_servers()
-                with interrupts_held_back():
-                    self._start_threads()
+                try:
+                    self._start_servers()
+                    with interrupts_held_back():
+                        self._start_threads()
+                except BaseException:
+                    self._close()
+                    raise
 
     def _start_servers(self) -> None:
         """Starts servers that are not objects of this process."""
@@ -88,6 +92,7 @@ class Engine:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(end - time.monotonic(), 0.0))
+        self._close()
 
     def _worker(self, index: int) -> Worker:
         """Starts a worker, here one that computes in the thread that calls it."""
@@ -95,11 +100,14 @@ class Engine:
         links = [store.request for store in self._stores]
         return lambda program, order, data: run(program.worker, order, data, links, devices)
 
-    def _end(self, index: int) -> None:
-        """Ends a worker."""
+    def _end(self, worker: Worker | None) -> None:
+        """Ends a worker, if there is one."""
+
+    def _close(self) -> None:
+        """Ends the servers."""
 
     def _drive(self, index: int) -> None:
-        worker = None
+        worker: Worker | None = None
         try:
             while True:
                 worker = worker or self._worker(index)  # others may take the work while it starts
@@ -113,7 +121,7 @@ class Engine:
                 except WireError:
                     self._coordinator.give_up(attempt)
                 except WorkerLostError as error:
-                    self._end(index)
+                    self._end(worker)
                     worker = None
                     self._coordinator.give_up(attempt, error if error.has_work else None)
                 except BaseException as error:
@@ -124,4 +132,4 @@ class Engine:
             # Others would wait for a worker that ended silently.
             self._coordinator.fail_for_good(error)
         finally:
-            self._end(index)
+            self._end(worker)

@@ -227,13 +227,13 @@ class _Worker:
     """A worker in another process."""
 
     def __init__(self, child: Any, stores: Sequence[RemoteStore], seconds: float | None) -> None:
-        self._child, self._stores = child, stores
+        self.child, self._stores = child, stores
         child.limit(seconds)
         self._loaded: dict[str, weakref.ref[Program]] = {}
         self._linked = [None] * len(stores)
 
-    def run(self, program: Program, order: Order, data: list[Any]) -> list[Any]:
-        halves, child, has_work = program.bound.halves, self._child, False
+    def __call__(self, program: Program, order: Order, data: list[Any]) -> list[Any]:
+        halves, child, has_work = program.bound.halves, self.child, False
         try:
             for number, store in enumerate(self._stores):
                 if (server := store.child) is not self._linked[number]:  # it is a new process
@@ -296,12 +296,8 @@ class Processes(Engine):
     def _start_servers(self) -> None:
         self._has_x64, self._ended = _x64(), threading.Event()
         self._launcher = self._cluster or _ForkServer(self._coordinator.device.platform)
-        try:
-            for number in range(len(self._stores)):
-                self._start_server(number, self._ended)
-        except BaseException:
-            self._close()
-            raise
+        for number in range(len(self._stores)):
+            self._start_server(number, self._ended)
         if self._cluster is None:
             threading.Thread(target=self._name_stopped, daemon=True).start()
 
@@ -336,11 +332,11 @@ class Processes(Engine):
 
     def _worker(self, index: int) -> Worker:
         child = self._workers[index] = self._launcher.child("worker", index)
-        return _Worker(child, self._stores, self._seconds).run
+        return _Worker(child, self._stores, self._seconds)
 
-    def _end(self, index: int) -> None:
-        if index in self._workers:
-            self._workers[index].end()
+    def _end(self, worker: Any) -> None:
+        if worker is not None:  # not by its index, at which a newer one may work
+            worker.child.end()
 
     def kill(self, kind: str, number: int) -> None:
         if kind == "server":
@@ -361,10 +357,6 @@ class Processes(Engine):
                 "scheduled, or make a new strategy."
             )
         _exported(halves)
-
-    def stop(self) -> None:
-        super().stop()
-        self._close()
 
     def _close(self) -> None:
         self._ended.set()

@@ -82,6 +82,8 @@ class Store:
         """Waits for what a run reads, of the arrays ``at`` positions only ``rows``; None if it is void."""
         with self._lock:
             while epoch > self.epoch or (epoch == self.epoch and run not in self._prepared):
+                if epoch == self.epoch and run < self._oldest:
+                    return None  # another share of its closure has failed
                 self._changed.wait()
             if epoch != self.epoch:
                 return None
@@ -118,6 +120,7 @@ class Store:
         self._oldest = max(self._oldest, oldest)
         self._staged = {run: x for run, x in self._staged.items() if run >= self._oldest}
         self._prepared = {run: x for run, x in self._prepared.items() if run >= self._oldest}
+        self._changed.notify_all()
 
     def assign(self, keys: Sequence[Key], arrays: Sequence[Any]) -> None:
         """Sets arrays; existing ones only while no update is under way."""

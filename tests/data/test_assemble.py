@@ -86,6 +86,8 @@ def test_a_small_batch_for_one_device_is_transferred_in_one_call(monkeypatch: py
     fast = first(batch, 1)
     with jax.debug_nans(True):
         checked = first(batch, 1)
+    with jax.disable_jit():
+        assert isinstance(first(batch, 1)["x"].global_array, jax.Array)
     assert len(calls) == 1
     for key, leaf in fast.items():
         assert leaf.global_array.dtype == checked[key].global_array.dtype

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_796,
-    lines_of_tests: 49_504,
+    lines: 50_799,
+    lines_of_tests: 49_526,
     files: 228,
     pieces: 0,
     private_words: 0,

@@ -295,3 +295,23 @@ def test_messages_of_the_next_epoch_wait_until_the_server_has_gone_back() -> Non
         assert fetched.result(10) == [("kept",)]
     server.commit(1, 7, [1], 2)
     assert server.pull([0]) == [(("kept",), "new")]
+
+
+def test_a_share_of_a_failed_closure_does_not_wait_for_what_it_reads():
+    """A later update drops what was set aside for it, before it has read that."""
+    log, server = Log(16), server_with()
+    log.add(1, shares=2)
+    log.add(2, shares=1)
+    runs = [log.admit(worker) for worker in range(3)]
+    for run in runs:
+        server.prepare(run.number, [0])
+    log.cancel(1)  # its first share failed
+    server.stage(0, runs[2].number, "done", [2])
+    update = log.finish(runs[2])
+    with ThreadPoolExecutor() as pool:
+        server._prepared.pop(runs[0].number)
+        waiting = pool.submit(server.fetch, 0, runs[0].number)
+        server.commit(0, update.number, [runs[2].number], update.oldest_run)
+        assert waiting.result(timeout=10) is None
+    assert server.fetch(0, runs[1].number) is None
+    assert in_order(server.state[0]) == [2]

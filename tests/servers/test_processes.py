@@ -462,7 +462,7 @@ def test_a_run_whose_worker_ends_is_lost() -> None:
     with here, there:
         Connection(there).send(Message("ended", ["MemoryError: no room"]))
         with pytest.raises(WorkerLostError, match="no room"):
-            worker.run(program, (), [])  # type: ignore[arg-type]
+            worker(program, (), [])  # type: ignore[arg-type]
 
 
 def test_a_step_is_not_blamed_for_workers_that_ended_while_idle() -> None:

@@ -134,7 +134,7 @@ def test_steps_that_need_other_replicas_are_refused() -> None:
 
     batch, last = strategy.distribute_dataset([np.ones(4), np.ones(3)])
     for step in (normalized, largest):
-        with pytest.raises(dj.LoweringError, match=r"together at test_workers_per_update.py:\d+"):
+        with pytest.raises(dj.LoweringError, match=r"collective at test_workers_per_update.py:\d+"):
             coordinator.schedule(step, args=(batch,))
     with pytest.raises(dj.PaddingLeakError, match="3 real examples"):
         coordinator.schedule(jnp.sum, args=(last,))
