@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 50_799,
-    lines_of_tests: 49_527,
+    lines_of_tests: 49_528,
     files: 228,
     pieces: 0,
     private_words: 0,

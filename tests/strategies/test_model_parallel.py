@@ -114,10 +114,11 @@ def test_numbers_of_one_device(data: int, model: int, fully_sharded: bool) -> No
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
     of_model, of_optimizer = map(specs, runs[0][:2])
     shares = fully_sharded and data > 1
-    step = list(strategy._runner.cache.programs.values())[-1].step
-    lowered = jax.jit(step.function).lower(*step.avals).as_text()
-    # The embedding once, and the two kernels of the scan forward and backward.
-    assert lowered.count("stablehlo.all_gather") == (5 if shares else 0)
+    if shares:
+        step = list(strategy._runner.cache.programs.values())[-1].step
+        lowered = jax.jit(step.function).lower(*step.avals).as_text()
+        # The embedding once, and the two kernels of the scan forward and backward.
+        assert lowered.count("stablehlo.all_gather") == 5
     assert of_model["blocks.up.kernel"] == PartitionSpec(None, "data" if shares else None, "model")
     assert of_model["blocks.up.bias"] == PartitionSpec(None, "model")
     assert of_model["embed.embedding"] == PartitionSpec("model", *["data"] * shares)
