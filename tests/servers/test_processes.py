@@ -380,7 +380,7 @@ def test_a_stopped_process_is_named(
     assert line.startswith(f"Waiting for {role} 0: process {pid} is stopped.")
 
 
-@pytest.mark.parametrize("size", [1, 1 << 22])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.exhaustive), 1 << 22])
 def test_join_keeps_its_limit_although_a_server_does_nothing(size: int) -> None:
     """Neither what the server has nor what the user has written is waited for longer; later it is there."""
     strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine="processes")

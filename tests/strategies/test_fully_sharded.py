@@ -211,9 +211,7 @@ twice, and the tied embedding once.
 
 
 @pytest.mark.parametrize("devices", [4, *map(long, (1, 2, 8))])
-@pytest.mark.parametrize(
-    "name", ["remat", "remat loop", *map(long, ("loop", "scan", "dropout", "convolution"))]
-)
+@pytest.mark.parametrize("name", ["remat", *(long(name) for name in GATHERS if name != "remat")])
 def test_how_often_parameters_are_gathered(name: str, devices: int) -> None:
     """reshard_after_forward decides it; the bits are those of MirroredStrategy in any case."""
     numbers = list(range(devices))

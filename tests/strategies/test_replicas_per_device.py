@@ -155,7 +155,6 @@ def long(*value: Any) -> Any:
 @pytest.mark.parametrize(
     ("model", "name"),
     [
-        ("dense", "adam"),
         ("synchronised batch norm", "sgd"),
         *(
             long(model, name)

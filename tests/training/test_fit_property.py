@@ -275,7 +275,7 @@ def judge(o: Options) -> str:
     return "\n".join([str(o), *wrong]) if wrong else ""
 
 
-FEW = ("2 replicas", "3 replicas", "4 on one", "sharded over 4", "central", "servers")
+FEW = ("3 replicas", "4 on one", "sharded over 4")
 
 
 @pytest.mark.parametrize("strategy", FEW)

@@ -177,7 +177,7 @@ STRATEGIES = {
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(k, marks=() if k in ("fully sharded", "servers") else pytest.mark.exhaustive)
+        pytest.param(k, marks=() if k == "fully sharded" else pytest.mark.exhaustive)
         for k in STRATEGIES
     ],
 )
