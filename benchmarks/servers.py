@@ -33,7 +33,7 @@ from flax import nnx
 import distribute_jax as dj
 from benchmarks._benchmark import Benchmark, Row, main
 from benchmarks._harness import Log, Ratio, in_turns, interval_text, ratio, table
-from distribute_jax.servers._processes import _ForkServer
+from distribute_jax.servers._engines import _ForkServer
 from distribute_jax.servers._ray import Cluster, _Calls
 from distribute_jax.servers._wire import Connection, Message, pair
 

@@ -21,8 +21,7 @@ from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
 
 from distribute_jax import _frames
 from distribute_jax._absent import KEYWORDS, describe_foreign, is_ours
-from distribute_jax._errors import ArgumentError, ArgumentTypeError, DistributeError
-from distribute_jax._user_frames import hide_frames
+from distribute_jax._errors import ArgumentError, ArgumentTypeError, DistributeError, hide_frames
 
 _E = TypeVar("_E", bound=enum.Enum)
 _F = TypeVar("_F", bound=Callable[..., Any])

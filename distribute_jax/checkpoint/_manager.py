@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any, Literal, Self, SupportsIndex
 
 from distribute_jax._checks import check_choice, check_int, check_number
-from distribute_jax._errors import CheckpointDamagedError, CheckpointError, CheckpointFileError
+from distribute_jax._errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointFileError,
+    warn_user,
+)
 from distribute_jax._supervision import GRACE_SECONDS
-from distribute_jax._user_frames import warn_user
 from distribute_jax.checkpoint import _steps
 from distribute_jax.checkpoint._agreement import (
     Background,

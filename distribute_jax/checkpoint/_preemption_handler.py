@@ -21,7 +21,7 @@ from distribute_jax._supervision import GRACE_SECONDS, SAVED
 from distribute_jax.checkpoint._manager import CheckpointManager
 from distribute_jax.checkpoint._save_load import check_context
 from distribute_jax.checkpoint._steps import save_last
-from distribute_jax.cluster_resolver._http import metadata_server
+from distribute_jax.cluster_resolver._gce import metadata_server
 from distribute_jax.processes import Preemption
 from distribute_jax.processes._preemption import TERMINATED
 from distribute_jax.processes._status import report_step

@@ -15,9 +15,8 @@ from typing import Any, ClassVar
 
 from distribute_jax._checks import as_member
 from distribute_jax._errors import ClusterError, MissingPackageError, ServiceError
-from distribute_jax.cluster_resolver._base import WORKER, ClusterResolver
-from distribute_jax.cluster_resolver._http import retry_policy
-from distribute_jax.cluster_resolver._spec import ClusterSpec
+from distribute_jax.cluster_resolver._base import WORKER, ClusterResolver, ClusterSpec
+from distribute_jax.cluster_resolver._gce import retry_policy
 
 INDEX = "JOB_COMPLETION_INDEX"
 NUM_PROCESSES = "NUM_PROCESSES"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, TaskConflictError
-from distribute_jax.cluster_resolver._base import ClusterResolver, with_layer
-from distribute_jax.cluster_resolver._spec import ClusterSpec
+from distribute_jax.cluster_resolver._base import ClusterResolver, ClusterSpec, with_layer
 
 
 class SimpleClusterResolver(ClusterResolver):

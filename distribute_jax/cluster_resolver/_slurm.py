@@ -24,8 +24,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from distribute_jax._errors import ArgumentError, ClusterError
-from distribute_jax.cluster_resolver._base import WORKER, ClusterResolver
-from distribute_jax.cluster_resolver._spec import ClusterSpec
+from distribute_jax.cluster_resolver._base import WORKER, ClusterResolver, ClusterSpec
 
 PROCID = "SLURM_PROCID"
 NUM_TASKS = "SLURM_STEP_NUM_TASKS"

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from distribute_jax._errors import ArgumentError, TFConfigError
-from distribute_jax.cluster_resolver._base import ClusterResolver
-from distribute_jax.cluster_resolver._spec import ClusterSpec
+from distribute_jax.cluster_resolver._base import ClusterResolver, ClusterSpec
 
 TF_CONFIG = "TF_CONFIG"
 

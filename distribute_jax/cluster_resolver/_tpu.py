@@ -24,9 +24,8 @@ import jax
 
 from distribute_jax._checks import refuse
 from distribute_jax._errors import ArgumentError, ClusterError, ServiceError
-from distribute_jax.cluster_resolver._base import ClusterResolver
-from distribute_jax.cluster_resolver._http import google_service, metadata_server
-from distribute_jax.cluster_resolver._spec import ClusterSpec
+from distribute_jax.cluster_resolver._base import ClusterResolver, ClusterSpec
+from distribute_jax.cluster_resolver._gce import google_service, metadata_server
 
 WORKER_ID = "TPU_WORKER_ID"
 WORKER_HOSTNAMES = "TPU_WORKER_HOSTNAMES"

@@ -15,20 +15,22 @@ from distribute_jax._checks import converting
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA
 from distribute_jax._messages import PyTree, check_int_range, leaf_text, listed, on_bits, path_text
-from distribute_jax.collectives._algorithms import RingAllReduce
-from distribute_jax.collectives._cross_device_ops import CrossDeviceOps, NcclAllReduce, sum_by
-from distribute_jax.collectives._dtypes import (
+from distribute_jax.collectives._cross_device_ops import (
+    CrossDeviceOps,
+    NcclAllReduce,
+    RingAllReduce,
+    sum_by,
+)
+from distribute_jax.collectives._reduction import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    ReduceOp,
     as_dtype,
     check_summable,
     is_joinable,
     mean_accumulator,
     mean_dtype,
     sum_dtype,
-)
-from distribute_jax.collectives._options import (
-    CommunicationImplementation,
-    CommunicationOptions,
-    ReduceOp,
 )
 
 _DEFAULT = NcclAllReduce()

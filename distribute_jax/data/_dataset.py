@@ -10,10 +10,9 @@ from jax.sharding import Mesh
 from distribute_jax._absent import getattr_with_hints
 from distribute_jax._checks import refusing
 from distribute_jax._context import is_between_steps
-from distribute_jax._errors import ArgumentError
+from distribute_jax._errors import ArgumentError, hide_frames, warn_user
 from distribute_jax._mesh import is_local, num_replicas
 from distribute_jax._messages import PyTree
-from distribute_jax._user_frames import hide_frames, warn_user
 from distribute_jax.data._agreement import EpochEnd
 from distribute_jax.data._element import HostElement
 from distribute_jax.data._feed import Feed, State

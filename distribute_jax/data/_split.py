@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
 
-from distribute_jax._errors import ArgumentError
-from distribute_jax._user_frames import warn_user
+from distribute_jax._errors import ArgumentError, warn_user
 from distribute_jax.data._options import HINT_REFUSED, AutoShardPolicy, InputOptions, PartialPolicy
 from distribute_jax.data.sources import Source
 

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 
 from distribute_jax._absent import getattr_with_hints
 from distribute_jax._checks import check_choice, check_number, converting, refuse
-from distribute_jax._errors import ArgumentError, ContextError
+from distribute_jax._errors import ArgumentError, ContextError, log_once
 from distribute_jax._messages import promoting, real_array
 from distribute_jax._padding import align, real_mask
-from distribute_jax._user_frames import log_once
-from distribute_jax.collectives._dtypes import as_dtype, mean_dtype, wide
 from distribute_jax.collectives._markers import part_of_mean
+from distribute_jax.collectives._reduction import as_dtype, mean_dtype, wide
 from distribute_jax.strategies import get_replica_context
 
 

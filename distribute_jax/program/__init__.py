@@ -48,11 +48,11 @@ from distribute_jax.program._placement import (
     modules_of as modules_of,
 )
 from distribute_jax.program._placement_rules import Rules as Rules
-from distribute_jax.program._preparation import PreparationClock as PreparationClock
-from distribute_jax.program._random import same_on_all_replicas as same_on_all_replicas
+from distribute_jax.program._program import PreparationClock as PreparationClock
 from distribute_jax.program._replica_context import (
     MergedValues as MergedValues,
     ReplicaContext as ReplicaContext,
+    same_on_all_replicas as same_on_all_replicas,
 )
 from distribute_jax.program._results import per_example as per_example
 from distribute_jax.program._run import Runner as Runner

@@ -24,12 +24,11 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from distribute_jax._errors import ProcessesDifferError
+from distribute_jax._errors import ProcessesDifferError, warn_user
 from distribute_jax._jax_private import read_raw, write_raw
 from distribute_jax._mesh import mirrored_sharding, put
 from distribute_jax._messages import is_key
 from distribute_jax._supervision import xla_flags
-from distribute_jax._user_frames import warn_user
 from distribute_jax._values import ArrayNotes, PerReplica
 from distribute_jax.processes import Job, is_chief, job_of
 from distribute_jax.program._aggregation import keeps_own_values

@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from distribute_jax import _context
-from distribute_jax._errors import LoweringError
+from distribute_jax._errors import LoweringError, warn_user
 from distribute_jax._mesh import num_replicas
-from distribute_jax._user_frames import warn_user
 from distribute_jax.processes import COMPILING, doing
 from distribute_jax.program._across_processes import CallLog, agree_on_values, check_same_program
 from distribute_jax.program._ahead_of_time import StepPlan, plan_step
@@ -29,8 +28,7 @@ from distribute_jax.program._capture import captures
 from distribute_jax.program._failures import Notices
 from distribute_jax.program._options import UNVERIFIED, RunOptions, default_run_options
 from distribute_jax.program._placement import Replicas
-from distribute_jax.program._preparation import preparing
-from distribute_jax.program._program import Program, build
+from distribute_jax.program._program import Program, build, preparing
 from distribute_jax.program._state_placement import divide_state, place_state
 from distribute_jax.program._trace import Call, created_again_error, store_first_values
 from distribute_jax.program._trace_errors import explain_compile_errors, step_name

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jex_core
 
-from distribute_jax._errors import LoweringError
-from distribute_jax._user_frames import log_once
+from distribute_jax._errors import LoweringError, log_once
 from distribute_jax.program._jaxprs import (
     CALLS,
     called_body,

@@ -19,8 +19,8 @@ from distribute_jax.program._aggregation import Combine
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._jaxprs import needed_only
 from distribute_jax.program._program import Program
-from distribute_jax.program._random import draws_per_replica
 from distribute_jax.program._remarks import Notice
+from distribute_jax.program._replica_context import draws_per_replica
 
 _XLA_STATUS = re.compile(r"(UNKNOWN|INTERNAL|ABORTED|CANCELLED|UNAVAILABLE|DEADLINE_EXCEEDED): ")
 

@@ -32,11 +32,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from distribute_jax._errors import ArgumentError, LoweringError
+from distribute_jax._errors import ArgumentError, LoweringError, log_once
 from distribute_jax._jax_private import read_raw
 from distribute_jax._mesh import DATA, num_replicas
 from distribute_jax._messages import listed
-from distribute_jax._user_frames import log_once
 from distribute_jax._values import PerReplica
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments

@@ -18,8 +18,7 @@ from distribute_jax._values import PerReplica, mark_mirrored, step_of
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._lowerings import Compiled
-from distribute_jax.program._preparation import preparing
-from distribute_jax.program._program import Program
+from distribute_jax.program._program import Program, preparing
 
 
 def take_batches(

@@ -18,12 +18,14 @@ from distribute_jax.program._aggregation import (
     Combine,
     Combined,
     MergeRule,
+    Relation,
     dtype_error,
+    is_unchanged,
     keeps_own_values,
     merge_rule_of,
+    relation,
     rule_for,
 )
-from distribute_jax.program._dataflow import Relation, is_unchanged, relation
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._remarks import Notice, remarks
 from distribute_jax.program._replication import Mark, prove

@@ -1,9 +1,12 @@
-"""A compiled step: its trace, plan and program, and the meaning of its flat inputs and outputs."""
+"""A compiled step: its trace, plan and program, the meaning of its flat inputs and outputs, and its time."""
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from distribute_jax._errors import LoweringError, StepFailedError
+from distribute_jax._errors import LoweringError, StepFailedError, log_once
 from distribute_jax._mesh import DATA, cores_per_replica, replicas_per_device
 from distribute_jax._messages import error_text, listed
-from distribute_jax._user_frames import log_once
 from distribute_jax.program._in_turn import InTurn, in_turn
 from distribute_jax.program._jaxprs import equations, inputs_of, line, name, variables
 from distribute_jax.program._lowerings import (
@@ -35,6 +37,50 @@ from distribute_jax.program._results import Results
 from distribute_jax.program._sharded_update import SplitStep, compile_global, lower_split
 from distribute_jax.program._state_placement import on_parameter_device
 from distribute_jax.program._trace import Call, Traced, trace
+
+
+class PreparationClock:
+    """Adds up the seconds of preparation; ``wait`` waits for the steps that were dispatched before."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.seconds = 0.0
+        self._wait = wait
+        self._runs = False
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Makes this the clock of the block."""
+        token = _clock.set(self)
+        try:
+            yield
+        finally:
+            _clock.reset(token)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Measures the block, unless it is inside another such block."""
+        if self._runs:
+            yield
+            return
+        self._wait()  # the time of earlier steps is not preparation
+        self._runs, start = True, time.perf_counter()
+        try:
+            yield
+        finally:
+            self._runs = False
+            self.seconds += time.perf_counter() - start
+
+
+_clock: ContextVar[PreparationClock | None] = ContextVar("distribute_jax_clock", default=None)
+
+
+@contextmanager
+def preparing() -> Iterator[None]:
+    """Marks work that is done once for a program, for the current clock."""
+    clock = _clock.get()
+    with nullcontext() if clock is None else clock.running():
+        yield
+
 
 _FAILED = """\
 The compiled step failed after its state had been donated to it, so these values are lost:

@@ -17,8 +17,7 @@ from distribute_jax._mesh import DATA, num_replicas
 from distribute_jax._messages import is_key
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.collectives._markers import part_of_mean_p
-from distribute_jax.program._aggregation import MERGE_BY_TYPE, Combine
-from distribute_jax.program._dataflow import is_sum_of_old
+from distribute_jax.program._aggregation import MERGE_BY_TYPE, Combine, is_sum_of_old
 from distribute_jax.program._jaxprs import equations, line, names_axis, user_line, variables
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._replication import Walk

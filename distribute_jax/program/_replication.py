@@ -17,9 +17,8 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, Literal, Primitive, primitives
 
-from distribute_jax._errors import DeadlockError, OutOfSyncError
+from distribute_jax._errors import DeadlockError, OutOfSyncError, log_once
 from distribute_jax._mesh import DATA
-from distribute_jax._user_frames import log_once
 from distribute_jax.collectives._markers import mirrored_p, part_of_mean_p, unreduced_p
 from distribute_jax.program._jaxprs import ClosedJaxpr, collectives, is_ref, line, name, open_jaxpr
 from distribute_jax.program._replication_rules import (

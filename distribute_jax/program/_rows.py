@@ -20,8 +20,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
-from distribute_jax._errors import ArgumentError
-from distribute_jax._user_frames import log_once
+from distribute_jax._errors import ArgumentError, log_once
 from distribute_jax.program._jaxprs import (
     CALLS,
     Values,

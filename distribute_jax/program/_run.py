@@ -26,8 +26,7 @@ from distribute_jax.program._multi_step import can_scan, run_scanned, stacked_re
 from distribute_jax.program._options import UNVERIFIED, RunOptions, checked_run_options
 from distribute_jax.program._padding_check import run_checked_for_leaks
 from distribute_jax.program._placement import Replicas
-from distribute_jax.program._preparation import preparing
-from distribute_jax.program._program import Program
+from distribute_jax.program._program import Program, preparing
 from distribute_jax.program._result_rows import find_non_batched_results, wrap_partial
 from distribute_jax.program._trace_errors import step_name
 from distribute_jax.program._undo import CHECK_DELAY, check_counts, copy_counts

@@ -14,11 +14,16 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from distribute_jax import _context
-from distribute_jax._errors import ArgumentError, DonatedError, MixedStrategiesError
+from distribute_jax._errors import (
+    ArgumentError,
+    DonatedError,
+    MixedStrategiesError,
+    log_once,
+    warn_user,
+)
 from distribute_jax._jax_private import read_raw, uncommitted, write_raw
 from distribute_jax._mesh import num_replicas, outside_mesh, put, sharding_over
 from distribute_jax._messages import is_donated, leaf_text, listed, path_text
-from distribute_jax._user_frames import log_once, warn_user
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._binding import Binding, step_lock
 from distribute_jax.program._lowerings import Compile, Compiled, FlatStep

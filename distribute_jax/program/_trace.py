@@ -21,13 +21,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax import _frames
-from distribute_jax._errors import ArgumentError, StaleCaptureError
+from distribute_jax._errors import ArgumentError, StaleCaptureError, log_once
 from distribute_jax._jax_private import adopt, read_raw, write_raw
 from distribute_jax._mesh import DATA, inside_replica, num_replicas
 from distribute_jax._messages import is_key, leaf_text, listed
-from distribute_jax._user_frames import log_once
 from distribute_jax._values import Layout, PerReplica
-from distribute_jax.program._aggregation import keeps_own_values
+from distribute_jax.program._aggregation import is_unchanged, keeps_own_values
 from distribute_jax.program._arguments import Arguments, is_one_leaf
 from distribute_jax.program._binding import (
     Binding,
@@ -37,10 +36,8 @@ from distribute_jax.program._binding import (
     swapped_state,
 )
 from distribute_jax.program._capture import is_library
-from distribute_jax.program._dataflow import is_unchanged
 from distribute_jax.program._jaxprs import ClosedJaxpr, RenamedAxis, bodies, open_jaxpr
-from distribute_jax.program._random import per_replica_keys
-from distribute_jax.program._replica_context import ReplicaContext
+from distribute_jax.program._replica_context import ReplicaContext, per_replica_keys
 from distribute_jax.program._results import Results, flatten_results
 from distribute_jax.program._trace_errors import explain_errors, step_name
 from distribute_jax.variables import record_created

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from distribute_jax._errors import ArgumentError, NotEqualError
+from distribute_jax._errors import ArgumentError, NotEqualError, log_once
 from distribute_jax._mesh import (
     first_replica,
     local_copy_of_replicated,
@@ -20,7 +20,6 @@ from distribute_jax._mesh import (
     split_sharding,
 )
 from distribute_jax._messages import listed
-from distribute_jax._user_frames import log_once
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import Combine
 from distribute_jax.program._call import BoundProgram

@@ -7,7 +7,11 @@ server stores what. ``_input`` is what differs between workers.
 """
 
 from distribute_jax.servers._coordinator import Coordinator as Coordinator, Stats as Stats
-from distribute_jax.servers._engine import Engine as Engine
+from distribute_jax.servers._engines import (
+    Engine as Engine,
+    Processes as Processes,
+    RemoteStore as RemoteStore,
+)
 from distribute_jax.servers._input import (
     PerWorkerDataset as PerWorkerDataset,
     PerWorkerIterator as PerWorkerIterator,
@@ -15,10 +19,9 @@ from distribute_jax.servers._input import (
     experimental_get_current_worker_index as experimental_get_current_worker_index,
     in_closure as in_closure,
 )
-from distribute_jax.servers._processes import Processes as Processes, RemoteStore as RemoteStore
 from distribute_jax.servers._ray import Cluster as Cluster
 from distribute_jax.servers._runner import (
     RemoteValue as RemoteValue,
     ServersRunner as ServersRunner,
 )
-from distribute_jax.servers._store import Store as Store
+from distribute_jax.servers._updates import Store as Store

@@ -21,7 +21,7 @@ from distribute_jax._messages import error_text
 from distribute_jax.program._halves import LookupHalf
 from distribute_jax.program._part import load_part
 from distribute_jax.program._rows import Lookup
-from distribute_jax.servers._store import Store
+from distribute_jax.servers._updates import Store
 from distribute_jax.servers._wire import Connection, Message, WireError
 from distribute_jax.servers._worker import Order, WorkerProgram, run
 

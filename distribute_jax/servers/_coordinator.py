@@ -32,8 +32,8 @@ from distribute_jax.program._binding import Binding
 from distribute_jax.program._divide import Homes
 from distribute_jax.program._halves_cache import BoundHalves
 from distribute_jax.servers._input import check_not_on_worker
-from distribute_jax.servers._log import Attempt, Log, Update
 from distribute_jax.servers._state import Program, State
+from distribute_jax.servers._updates import Attempt, Log, Update
 from distribute_jax.servers._wire import WireError
 from distribute_jax.servers._worker import Order
 

@@ -31,7 +31,7 @@ from distribute_jax.program._results import rebuild
 from distribute_jax.program._trace_errors import step_name
 from distribute_jax.program._undo import StepCounts, check_counts
 from distribute_jax.servers._coordinator import Coordinator
-from distribute_jax.servers._engine import Engine
+from distribute_jax.servers._engines import Engine
 from distribute_jax.servers._input import (
     MoreElementsError,
     PerWorkerIterator,

@@ -21,8 +21,7 @@ from distribute_jax.program._binding import Binding
 from distribute_jax.program._divide import Homes
 from distribute_jax.program._halves_cache import BoundHalves, places
 from distribute_jax.program._rows import Rows, joined
-from distribute_jax.servers._log import Log
-from distribute_jax.servers._store import Key
+from distribute_jax.servers._updates import Key, Log
 from distribute_jax.servers._worker import WorkerProgram
 
 

@@ -19,7 +19,7 @@ from distribute_jax._mesh import DATA, num_replicas, replicas_per_device
 from distribute_jax._messages import Kwargs, PyTree, StepFunction
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.collectives import ReduceOp
-from distribute_jax.collectives._options import reduce_op as as_reduce_op
+from distribute_jax.collectives._reduction import reduce_op as as_reduce_op
 from distribute_jax.processes import check_barrier, job_of
 from distribute_jax.program import ParameterDevice, Replicas, Rules, Runner, RunOptions
 from distribute_jax.strategies._cross_replica import (
@@ -33,11 +33,10 @@ from distribute_jax.strategies._devices import (
     checked_axis_name,
     log_flags_too_late,
 )
-from distribute_jax.strategies._extended import StrategyExtended
+from distribute_jax.strategies._extended import StrategyExtended, V1Methods
 from distribute_jax.strategies._input import InputMethods, values_from_function
 from distribute_jax.strategies._model_methods import ModelMethods
 from distribute_jax.strategies._scope import Scope
-from distribute_jax.strategies._v1_names import V1Methods
 
 
 @dataclass(frozen=True)

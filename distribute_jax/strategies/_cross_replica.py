@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from distribute_jax import _context, _frames
 from distribute_jax._checks import converting
-from distribute_jax._errors import ArgumentError, DeadlineExceededError, StepFailedError
+from distribute_jax._errors import ArgumentError, DeadlineExceededError, StepFailedError, log_once
 from distribute_jax._jax_private import uncommitted
 from distribute_jax._mesh import (
     is_local,
@@ -28,7 +28,6 @@ from distribute_jax._mesh import (
     wait_on_cpu,
 )
 from distribute_jax._messages import check_int_range, error_text, is_key, leaf_text, promoting
-from distribute_jax._user_frames import log_once
 from distribute_jax._values import (
     DistributedValues,
     Layout,
@@ -39,8 +38,14 @@ from distribute_jax._values import (
     step_of,
 )
 from distribute_jax.collectives._all_reduce import checked_dim, stacked_over_replicas
-from distribute_jax.collectives._dtypes import as_dtype, check_summable, mean_dtype, sum_dtype, wide
-from distribute_jax.collectives._options import ReduceOp
+from distribute_jax.collectives._reduction import (
+    ReduceOp,
+    as_dtype,
+    check_summable,
+    mean_dtype,
+    sum_dtype,
+    wide,
+)
 from distribute_jax.processes import describe_processes, doing, job_of
 from distribute_jax.program import MergedValues, is_runtime_failure
 from distribute_jax.variables import Variable, mesh_of_components, on_replicas, readable_raw

@@ -14,10 +14,9 @@ from jax.sharding import Mesh
 
 from distribute_jax import processes
 from distribute_jax._checks import check_choice, check_int, is_integer
-from distribute_jax._errors import ArgumentError, DistributeError
+from distribute_jax._errors import ArgumentError, DistributeError, log_once
 from distribute_jax._mesh import DATA
 from distribute_jax._supervision import DEVICE_COUNT
-from distribute_jax._user_frames import log_once
 from distribute_jax.cluster_resolver import (
     ClusterResolver,
     KubernetesClusterResolver,

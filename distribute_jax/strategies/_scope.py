@@ -10,8 +10,8 @@ import jax
 from flax import nnx
 
 from distribute_jax import _context, _frames
+from distribute_jax._errors import log_once, users_line
 from distribute_jax._interrupts import interrupts_held_back
-from distribute_jax._user_frames import log_once, users_line
 from distribute_jax.program import Replicas
 
 _LOGICAL = """\

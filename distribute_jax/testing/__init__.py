@@ -5,8 +5,8 @@ from distribute_jax.testing._check_strategy import (
     StrategyReport as StrategyReport,
     check_strategy as check_strategy,
 )
-from distribute_jax.testing._fault import Fault as Fault
 from distribute_jax.testing._local_cluster import (
+    Fault as Fault,
     LocalCluster as LocalCluster,
     ProcessResult as ProcessResult,
 )

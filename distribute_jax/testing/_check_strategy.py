@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from distribute_jax._errors import LoweringError, NotEqualError
 from distribute_jax._messages import leaf_text
 from distribute_jax.program import RunOptions
 from distribute_jax.strategies import Strategy
+from distribute_jax.testing._conformance import Check, Fact, Subject, _state, _values, error_line
 from distribute_jax.testing._strategies import (
     Combination,
     check_subset,
@@ -22,7 +24,14 @@ from distribute_jax.testing._strategies import (
     possible_counts,
     replica_counts,
 )
-from distribute_jax.testing.conformance import CHECKS, Fact, Subject, error_line
+
+CHECKS: dict[str, Check] = {
+    name: check
+    for module in (_values, _state)
+    for name, check in vars(module).items()
+    if inspect.isfunction(check) and check.__module__ == module.__name__ and name[0] != "_"
+}
+"""The checks by name, in the order in which they run."""
 
 _LOWERINGS = ("shard_map", "pmap")
 _log = logging.getLogger("distribute_jax")
@@ -32,7 +41,7 @@ _MAX_LISTED = 8
 _FAILED = """\
 check_strategy: {failed} of {total} checks failed.
 {lines}
-The docstrings in distribute_jax/testing/conformance say what each check does. Repeat the first one with
+The docstrings in distribute_jax/testing/_conformance say what each check does. Repeat the first one with
   dj.testing.check_strategy(factory, [{replicas}], lowerings=[{lowering!r}], only=[{check!r}])"""
 
 _REFUSED = (

@@ -17,7 +17,7 @@ from distribute_jax._messages import listed
 from distribute_jax.program._part import as_numbers
 from distribute_jax.servers import Coordinator, Store
 from distribute_jax.servers._coordinator import Closure
-from distribute_jax.servers._log import Attempt, Update
+from distribute_jax.servers._updates import Attempt, Update
 from distribute_jax.servers._worker import Order, run
 from distribute_jax.strategies._parameter_server import ParameterServerStrategy
 

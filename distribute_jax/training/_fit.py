@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 
 from distribute_jax._checks import brief, check_int, refuse
-from distribute_jax._errors import ArgumentError
-from distribute_jax._user_frames import log_once
+from distribute_jax._errors import ArgumentError, log_once
 from distribute_jax.data import DistributedDataset
 from distribute_jax.data._dataset import is_infinite, set_epoch
-from distribute_jax.training._batches import Batches, Keys
-from distribute_jax.training._inputs import arrays_of, dataset_of
+from distribute_jax.training._batches import Batches, Keys, arrays_of, dataset_of
 from distribute_jax.training._progress import progress
 from distribute_jax.training._trainer import warn_of_early_end
 from distribute_jax.training.callbacks._callback import CallbackList, History

@@ -18,16 +18,18 @@ from distribute_jax.program._trace_errors import module_hint
 from distribute_jax.strategies import Strategy, get_strategy, has_strategy
 from distribute_jax.strategies._devices import log_default_strategy
 from distribute_jax.training import _steps
-from distribute_jax.training._batches import Batches, Keys, hint
-from distribute_jax.training._compile import Setup
-from distribute_jax.training._fit import Fit, check_ends, class_weights, without_keys
-from distribute_jax.training._inputs import (
+from distribute_jax.training._batches import (
+    Batches,
+    Keys,
     arrays_of,
     check_batch_size,
     check_placed,
     dataset_of,
+    hint,
     several_inputs_hint,
 )
+from distribute_jax.training._compile import Setup
+from distribute_jax.training._fit import Fit, check_ends, class_weights, without_keys
 from distribute_jax.training._objective import as_nnx
 from distribute_jax.training._progress import progress
 from distribute_jax.training._tracker import as_keras

@@ -15,10 +15,9 @@ from flax import nnx
 
 from distribute_jax._absent import attribute_error, getattr_with_hints
 from distribute_jax._checks import check_int, check_number, converting, refuse, refusing
-from distribute_jax._errors import ArgumentError, ArgumentTypeError, DistributeError
+from distribute_jax._errors import ArgumentError, ArgumentTypeError, DistributeError, log_once
 from distribute_jax._mesh import put
 from distribute_jax._messages import leaf_text, promoting
-from distribute_jax._user_frames import log_once
 from distribute_jax.collectives._markers import unreduced
 from distribute_jax.program._undo import (
     Guard,

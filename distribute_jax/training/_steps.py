@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from distribute_jax._checks import takes
-from distribute_jax._errors import ArgumentError, ArgumentTypeError
+from distribute_jax._errors import ArgumentError, ArgumentTypeError, log_once, warn_user
 from distribute_jax._messages import PyTree, promoting, real_array
 from distribute_jax._padding import align
-from distribute_jax._user_frames import log_once, warn_user
 from distribute_jax.collectives._check_in_sync import bit_hash
 from distribute_jax.program import results_are_parts
 from distribute_jax.strategies import get_replica_context

@@ -16,10 +16,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from distribute_jax._errors import ArgumentError, ContextError, NotEqualError
+from distribute_jax._errors import ArgumentError, ContextError, NotEqualError, warn_user
 from distribute_jax._mesh import is_local, on_host
 from distribute_jax._messages import listed
-from distribute_jax._user_frames import warn_user
 from distribute_jax._values import PerReplica
 from distribute_jax.losses._shapes import check_probabilities
 from distribute_jax.processes import current_job

@@ -24,17 +24,17 @@ from distribute_jax._errors import (
     CheckpointError,
     LoweringError,
     MissingPackageError,
+    warn_user,
 )
 from distribute_jax._mesh import on_host, outside_mesh
 from distribute_jax._messages import PyTree, is_array, is_key, leaf_text, listed, size_text
-from distribute_jax._user_frames import warn_user
-from distribute_jax.checkpoint._disk import sync
 from distribute_jax.checkpoint._orbax import assign, find_flax_folder, load_flax
 from distribute_jax.checkpoint._save_load import saved_paths
+from distribute_jax.checkpoint._storage import sync
 from distribute_jax.processes import is_chief
 from distribute_jax.program._part import as_key, as_numbers
 from distribute_jax.strategies import Strategy
-from distribute_jax.training._inputs import arrays_of
+from distribute_jax.training._batches import arrays_of
 from distribute_jax.training._objective import variables
 from distribute_jax.variables import Variable
 

@@ -4,10 +4,10 @@ from distribute_jax.variables._access import (
     readable_by_other_threads as readable_by_other_threads,
     readable_raw as readable_raw,
 )
-from distribute_jax.variables._components import first_replica as first_replica
 from distribute_jax.variables._rules import (
     VariableAggregation as VariableAggregation,
     VariableSynchronization as VariableSynchronization,
+    first_replica as first_replica,
     record_created as record_created,
 )
 from distribute_jax.variables._variable import (

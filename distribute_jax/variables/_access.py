@@ -24,7 +24,7 @@ from distribute_jax._jax_private import at_top_level
 from distribute_jax._mesh import outside_mesh
 from distribute_jax._messages import is_donated, is_key, on_bits
 from distribute_jax._values import Mirrored, mark_mirrored, step_of
-from distribute_jax.variables._components import uncommitted_copy
+from distribute_jax.variables._rules import uncommitted_copy
 
 
 def inside_run() -> bool:

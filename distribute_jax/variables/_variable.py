@@ -18,7 +18,7 @@ from distribute_jax._jax_private import at_top_level, uncommitted
 from distribute_jax._mesh import DATA, num_replicas, on_host, outside_mesh, put, replicated
 from distribute_jax._messages import is_donated
 from distribute_jax._values import DistributedValues, PerReplica, reading
-from distribute_jax.variables import _components
+from distribute_jax.variables import _rules
 from distribute_jax.variables._access import (
     check_current_strategy,
     for_current_strategy,
@@ -26,15 +26,17 @@ from distribute_jax.variables._access import (
     inside_run,
     readable_raw,
 )
-from distribute_jax.variables._components import SCATTERS, check_rows, scatter
 from distribute_jax.variables._rules import (
+    SCATTERS,
     VariableAggregation,
     VariableSynchronization,
     cast,
     check_kinds,
+    check_rows,
     initial_array,
     note_created,
     per_replica_error,
+    scatter,
 )
 
 _NONE = VariableAggregation.NONE
@@ -121,7 +123,7 @@ class Variable(nnx.Variable[Any]):
     def create_value(self, value: Any) -> Any:
         """Returns the initial raw value: for ON_READ one component for each replica."""
         if inside_run():
-            raw = _components.first_replica(value)
+            raw = _rules.first_replica(value)
             if self.is_on_read and self.aggregation is _SUM:
                 raw = jnp.where(jax.lax.axis_index(DATA) == 0, raw, jnp.zeros_like(raw))
             note_created(self, raw)
@@ -129,10 +131,10 @@ class Variable(nnx.Variable[Any]):
         if not self.is_on_read:
             in_scope = _frames.entered() is not None and at_top_level()
             # An uncommitted copy is placed by the scope; a committed array would stay where it is.
-            return _components.uncommitted_copy(value) if in_scope else value
+            return _rules.uncommitted_copy(value) if in_scope else value
         mesh = _frames.current().strategy.mesh
-        stacked = _components.initial_components(value, num_replicas(mesh), self.aggregation)
-        return _components.place(stacked, mesh)
+        stacked = _rules.initial_components(value, num_replicas(mesh), self.aggregation)
+        return _rules.place(stacked, mesh)
 
     @property
     def is_on_read(self) -> bool:
@@ -148,7 +150,7 @@ class Variable(nnx.Variable[Any]):
             return raw
         if self.is_on_read and not in_replica_context():
             raw = jax.lax.all_gather(raw, DATA) if inside_run() else for_this_thread(raw)
-            raw = _components.combine(raw, self.aggregation, self.name)
+            raw = _rules.combine(raw, self.aggregation, self.name)
         if index is Ellipsis:
             return raw
         with converting(f"Variable {self.name!r}: index", index, "an index of its array"):
@@ -182,15 +184,15 @@ class Variable(nnx.Variable[Any]):
             n = self._components()
             return tuple(jax.lax.all_gather(raw, DATA)) if self.is_on_read else (raw,) * n
         if self.is_on_read:
-            mesh = _components.mesh_of(raw)
+            mesh = _rules.mesh_of(raw)
             if mesh is None:
-                return tuple(_components.uncommitted_copy(raw))
+                return tuple(_rules.uncommitted_copy(raw))
             return PerReplica(raw, mesh).values
         if isinstance(raw, PerReplica):  # a step returned the variable
             return raw.values
         with outside_mesh():
             # If a replica has several cores, the copy of the first one.
-            shards = replicated(raw).addressable_shards[:: _components.cores_of(raw)]
+            shards = replicated(raw).addressable_shards[:: _rules.cores_of(raw)]
             return tuple(uncommitted(shard.data) for shard in shards)
 
     @property
@@ -201,7 +203,7 @@ class Variable(nnx.Variable[Any]):
             replicas = self._components()
         else:
             raw = self._raw()
-            replicas = len(raw.sharding.device_set) // _components.cores_of(raw)
+            replicas = len(raw.sharding.device_set) // _rules.cores_of(raw)
         return (self.name, *(f"{self.name}/replica_{i}" for i in range(1, replicas)))
 
     def _require_all_components(self, what: str) -> None:
@@ -214,7 +216,7 @@ class Variable(nnx.Variable[Any]):
     def _raw(self) -> Any:
         """Returns the raw value; that of an ON_READ variable as stacked components."""
         stored = readable_raw(self)
-        raw = _components.from_result(stored) if self.is_on_read else stored
+        raw = _rules.from_result(stored) if self.is_on_read else stored
         if raw is not stored and at_top_level():
             self.set_raw_value(raw)
         return raw
@@ -262,7 +264,7 @@ class Variable(nnx.Variable[Any]):
             return self._store(value if self.is_on_read else self._over_replicas(value))
         if self.is_on_read:
             self._check_assignable("assign")
-            components = _components.divide(value, self._components(), self.aggregation)
+            components = _rules.divide(value, self._components(), self.aggregation)
             # In merge_call each replica stores its component.
             return self._store(components[jax.lax.axis_index(DATA)] if inside_run() else components)
         return self._store(value)
@@ -382,7 +384,7 @@ class Variable(nnx.Variable[Any]):
         if self.aggregation is _NONE:
             return value
         if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            return _components.first_replica(value)
+            return _rules.first_replica(value)
         op = "sum" if self.aggregation is _SUM else "mean"
         total: jax.Array = _frames.current().replica.all_reduce(op, value)
         return total.astype(value.dtype)
@@ -417,20 +419,20 @@ class Variable(nnx.Variable[Any]):
 
 def on_replicas(variable: Variable, mesh: Mesh) -> jax.Array:
     """Returns the raw value of an ON_READ variable with one component for each replica of a mesh."""
-    raw = _components.from_result(readable_raw(variable))
-    return _components.reshard(raw, mesh, variable.aggregation)
+    raw = _rules.from_result(readable_raw(variable))
+    return _rules.reshard(raw, mesh, variable.aggregation)
 
 
 def mesh_of_components(variable: Variable) -> Mesh | None:
     """Returns the mesh with one component of an ON_READ variable on each replica; None without one."""
-    return _components.mesh_of(_components.from_result(variable.get_raw_value()))
+    return _rules.mesh_of(_rules.from_result(variable.get_raw_value()))
 
 
 def components_for(variable: Variable, value: Any) -> jax.Array:
     """Returns components whose aggregate is ``value``, sharded as the current ones, donated or not."""
     old = variable.get_raw_value()
-    old = old if is_donated(old) else _components.from_result(old)
-    new = _components.divide(jnp.asarray(value, old.dtype), old.shape[0], variable.aggregation)
+    old = old if is_donated(old) else _rules.from_result(old)
+    new = _rules.divide(jnp.asarray(value, old.dtype), old.shape[0], variable.aggregation)
     with outside_mesh():
         placed: jax.Array = put(new, old.sharding)
     return placed
@@ -440,4 +442,4 @@ def aggregated(variable: Variable, components: jax.Array) -> jax.Array | None:
     """Returns the aggregate of components of a variable; None for aggregation NONE."""
     if variable.aggregation is _NONE:
         return None
-    return _components.combine(components, variable.aggregation, variable.name)
+    return _rules.combine(components, variable.aggregation, variable.name)

@@ -13,7 +13,7 @@ import pytest
 
 import distribute_jax as dj
 from distribute_jax.checkpoint import _write, load, save
-from distribute_jax.checkpoint._bucket import BucketDirectory, bucket_directory
+from distribute_jax.checkpoint._storage import BucketDirectory, bucket_directory
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _disk, load, save
+from distribute_jax.checkpoint import _storage, load, save
 
 Damage = Callable[[Path, np.random.Generator], None]
 
@@ -213,7 +213,7 @@ def test_changed_values_in_valid_files_are_detected_by_digests(
     """All of them are named; the digests of files are left out of the comparison here."""
     shutil.copytree(sound, tmp_path / "d")
     rewrite_numbers(tmp_path / "d" / "2")
-    monkeypatch.setattr(_disk, "check_files", lambda *_: None)
+    monkeypatch.setattr(_storage, "check_files", lambda *_: None)
     with pytest.raises(dj.CheckpointDamagedError, match=r"(?s)sha256 differs.*weight.*zeros"):
         dj.CheckpointManager(tmp_path / "d").restore(2, tree_of(9))
 

@@ -18,8 +18,8 @@ import pytest
 from kill_saves import checked, state_of
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _disk, _read, _write, load, save
-from distribute_jax.checkpoint._disk import DiskDirectory
+from distribute_jax.checkpoint import _read, _storage, _write, load, save
+from distribute_jax.checkpoint._storage import DiskDirectory
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -97,8 +97,8 @@ BREAKS: dict[str, Any] = {
     "write_arrays": _write,
     "make_record": _write,
     "manifest_text": _write,
-    "sync": _disk,
-    "sync_all": _disk,
+    "sync": _storage,
+    "sync_all": _storage,
     "_replace": DiskDirectory,
 }
 """What a save calls, and where."""

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _disk, _orbax, load, save
+from distribute_jax.checkpoint import _orbax, _storage, load, save
 
 HUGE = 1 << 42
 
@@ -183,7 +183,7 @@ def test_orbax_arrays_larger_than_in_the_manifest_are_not_read(steps: Path) -> N
         name = leaf(content, "a")["parts"][0]["name"]
         shutil.rmtree(folder)
         _orbax.write_arrays(folder, {name: np.zeros(1 << 28, np.float32)})
-        content["files"] = {f"whole-0/{f}": d for f, d in _disk.digests(folder).items()}
+        content["files"] = {f"whole-0/{f}": d for f, d in _storage.digests(folder).items()}
 
     edit(steps, change)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

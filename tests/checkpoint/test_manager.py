@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _agreement, _disk, _steps, _write, load, save
+from distribute_jax.checkpoint import _agreement, _steps, _storage, _write, load, save
 
 
 def saved(manager: dj.CheckpointManager, steps: Any, **kinds: Any) -> list[int]:
@@ -208,7 +208,7 @@ def test_a_save_killed_between_its_renames_leaves_the_old_checkpoint(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(_disk.os, "replace", killed)
+        broken.setattr(_storage.os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             save(tmp_path / "c", {"x": np.ones(2)})
     assert len(list((tmp_path / "c").glob("arrays-*"))) == 2

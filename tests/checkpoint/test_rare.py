@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _disk, _orbax, load, save
-from distribute_jax.checkpoint._disk import DiskDirectory
+from distribute_jax.checkpoint import _orbax, _storage, load, save
+from distribute_jax.checkpoint._storage import DiskDirectory
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_saving_works_on_a_file_system_without_locks(
     manager: dj.CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts of killed programs are removed too."""
-    monkeypatch.setattr(_disk.fcntl, "flock", failing(errno.ENOSYS))
+    monkeypatch.setattr(_storage.fcntl, "flock", failing(errno.ENOSYS))
     (manager.directory / ".9.0123abcd.saving").mkdir()
     (manager.directory / ".9.0123abcd.saving" / "lock").touch()
     manager.save(3, {"x": np.zeros(3)})
@@ -122,7 +122,7 @@ def test_a_folder_that_stays_locked_is_an_error(
     def busy(*_: Any) -> None:
         raise BlockingIOError
 
-    monkeypatch.setattr(_disk.fcntl, "flock", busy)
+    monkeypatch.setattr(_storage.fcntl, "flock", busy)
     with pytest.raises(dj.CheckpointFileError, match="could be locked"):
         save(tmp_path / "c", {"x": 1})
 
@@ -132,7 +132,7 @@ def test_a_folder_that_is_removed_before_it_is_locked_is_recreated(
     before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another program took it for a draft of a killed program."""
-    module: Any = _disk.os if before == "open" else _disk
+    module: Any = _storage.os if before == "open" else _storage
     function, times = getattr(module, before), []
 
     def slow(*args: Any, **kinds: Any) -> Any:
@@ -152,7 +152,7 @@ def test_arrays_that_orbax_does_not_find_are_damaged(
     manager: dj.CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the files are those of the manifest, of another checkpoint."""
-    monkeypatch.setattr(_disk, "check_files", lambda *_: None)
+    monkeypatch.setattr(_storage, "check_files", lambda *_: None)
     (arrays,) = (manager.directory / "2").glob("arrays-*/whole-0")
     shutil.rmtree(arrays)
     with pytest.raises(dj.CheckpointDamagedError, match="Orbax cannot read"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import distribute_jax as dj
-from distribute_jax.cluster_resolver._detect import ORDER
+from distribute_jax.cluster_resolver import _ORDER
 
 AROUND = {
     "LaunchedClusterResolver": {
@@ -37,7 +37,7 @@ AROUND = {
 
 @pytest.mark.parametrize("name", AROUND)
 def test_detect_uses_the_first_resolver_that_is_present(monkeypatch, name):
-    names = [resolver.__name__ for resolver in ORDER]
+    names = [resolver.__name__ for resolver in _ORDER]
     assert names == list(AROUND)
     for later in names[names.index(name) :]:
         for variable, value in AROUND[later].items():
@@ -53,7 +53,7 @@ def test_without_a_cluster_the_message_lists_what_was_looked_for(monkeypatch):
         dj.cluster_resolver.detect()
     assert isinstance(error.value, dj.NoClusterError)
     lines = str(error.value).splitlines()
-    for line, resolver in zip(lines[1:], ORDER, strict=False):
+    for line, resolver in zip(lines[1:], _ORDER, strict=False):
         assert line.strip().startswith(f"{resolver.__name__}: ")
     assert "(found RANK; missing WORLD_SIZE, MASTER_ADDR, MASTER_PORT)" in lines[3]
     assert "OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_RANK" in lines[4]

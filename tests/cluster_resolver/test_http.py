@@ -9,7 +9,7 @@ import time
 import pytest
 
 import distribute_jax as dj
-from distribute_jax.cluster_resolver._http import google_service
+from distribute_jax.cluster_resolver._gce import google_service
 
 
 def _service(root, timeout=10.0, credentials=None):

@@ -15,7 +15,7 @@ from algorithms import ALGORITHMS, OWN, context, locals_of, on_replicas, strateg
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax.collectives._algorithms import _default_group_size
+from distribute_jax.collectives._cross_device_ops import _default_group_size
 
 REPLICAS = [4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 8))]
 SOME = ("default", "hierarchical, 1 packs", "ring, 1 packs", "to one")

@@ -13,7 +13,6 @@ from source_tree import LIBRARY, modules, resolved, write_package
 LAYERS = (
     ("_absent", "_errors", "_interrupts"),
     ("_frames",),
-    ("_user_frames",),
     ("_checks",),
     ("_lazy", "_supervision"),
     ("_mesh", "_messages"),

@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_799,
-    lines_of_tests: 49_528,
-    files: 228,
+    lines: 50_564,
+    lines_of_tests: 49_524,
+    files: 205,
     pieces: 0,
     private_words: 0,
     private_imports: 32,

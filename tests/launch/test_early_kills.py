@@ -16,7 +16,7 @@ import jax, numpy as np, optax
 from flax import nnx
 import distribute_jax as dj
 from distribute_jax.processes._status import status_writer
-from distribute_jax.testing._fault import Fault, Injector
+from distribute_jax.testing._local_cluster import Fault, Injector
 
 directory, *kills = sys.argv[1:]  # for each attempt: process, and the phase or the step; or nothing
 attempt = int(os.environ["DISTRIBUTE_JAX_ATTEMPT"])

@@ -192,7 +192,7 @@ def _failures(strategy, folder, tree, me):
     with mock.patch.object(_agreement.WriteCoordinator, "_seconds", 2.0):
         outcome["late"] = fails(3, only_on(1, late))
     handed = mock.patch.object(_write, "VISIBILITY_SECONDS", 0.2)
-    apart = mock.patch("distribute_jax.checkpoint._disk.DiskDirectory.write")
+    apart = mock.patch("distribute_jax.checkpoint._storage.DiskDirectory.write")
     with handed:
         outcome["apart"] = fails(3, only_on(1, apart))
     outcome["left"] = sorted(path.name for path in (folder / "steps").iterdir())

@@ -29,7 +29,7 @@ from distribute_jax.coordinator import (
     PerWorkerValue,
     experimental_get_current_worker_index,
 )
-from distribute_jax.servers import _coordinator as queue, _engine, _runner
+from distribute_jax.servers import _coordinator as queue, _engines, _runner
 from distribute_jax.servers._wire import WireError
 from distribute_jax.strategies import _parameter_server
 
@@ -80,14 +80,14 @@ def test_a_stale_step_is_computed_from_what_it_read(monkeypatch: pytest.MonkeyPa
     """Two steps from w = 0, with x = 1 and 2, then one with 3: 1.5, 2.25; staleness 0, 1, 0."""
     strategy, coordinator = of_servers(2, staleness=1)
     model, step = scalar_step(strategy)
-    both, computed = threading.Barrier(2), _engine.run
+    both, computed = threading.Barrier(2), _engines.run
 
     def when_both_have_read(program: Any, order: Any, *args: Any) -> Any:
         if order.run <= 2:
             both.wait(SECONDS)
         return computed(program, order, *args)
 
-    monkeypatch.setattr(_engine, "run", when_both_have_read)
+    monkeypatch.setattr(_engines, "run", when_both_have_read)
     for x in (1.0, 2.0):
         coordinator.schedule(step, args=(x,))
     coordinator.join(SECONDS)
@@ -325,7 +325,7 @@ def test_join_raises_the_error_of_a_closure_that_runs_again(
     def failing(*_: Any) -> None:
         raise FloatingPointError("the second time")
 
-    monkeypatch.setattr(_engine, "run", failing)
+    monkeypatch.setattr(_engines, "run", failing)
     strategy._coordinator.lose_server(0, "")
     strategy._coordinator.go_back()
     with pytest.raises(FloatingPointError, match="the second time"):
@@ -893,7 +893,7 @@ def test_workers_can_join_after_an_interrupted_removal(
 ) -> None:
     """Those that have left do not count as there."""
     coordinator = queue.Coordinator(2, [], 0.0, jax.devices()[0])
-    engine = _engine.Engine(coordinator, jax.devices())
+    engine = _engines.Engine(coordinator, jax.devices())
     engine.start()
     _, leaving = engine._threads
     with monkeypatch.context() as patched:
@@ -908,10 +908,10 @@ def test_workers_can_join_after_an_interrupted_removal(
 
 def test_stop_has_one_deadline_for_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python ends after so many seconds, not after as many for each of them."""
-    monkeypatch.setattr(_engine, "_SECONDS_TO_END", 0.3)
+    monkeypatch.setattr(_engines, "_SECONDS_TO_END", 0.3)
     coordinator, release = queue.Coordinator(8, [], 0.0, jax.devices()[0]), threading.Event()
 
-    engine = _engine.Engine(coordinator)
+    engine = _engines.Engine(coordinator)
     monkeypatch.setattr(engine, "_worker", lambda _: release.wait(SECONDS) and None)
     engine.start()
     begin = time.monotonic()

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from distribute_jax.servers._log import Attempt, Log
-from distribute_jax.servers._store import Store
+from distribute_jax.servers._updates import Attempt, Log, Store
 
 
 def server_with() -> Store:

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax import _user_frames
+from distribute_jax import _errors
 from distribute_jax.servers import Store
 
 P = dj.experimental.partitioners
@@ -80,7 +80,7 @@ OPTIMIZERS = {
 
 @pytest.fixture(autouse=True)
 def _nothing_was_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_user_frames, "_logged", set())
+    monkeypatch.setattr(_errors, "_logged", set())
 
 
 @pytest.fixture

@@ -26,9 +26,9 @@ from flax import nnx
 
 import distribute_jax as dj
 from distribute_jax.coordinator import ClusterCoordinator
-from distribute_jax.servers import _processes
+from distribute_jax.servers import _engines
 from distribute_jax.servers._coordinator import Coordinator
-from distribute_jax.servers._engine import WorkerLostError
+from distribute_jax.servers._engines import WorkerLostError
 from distribute_jax.servers._wire import Connection, Message, WireError, pair
 
 SECONDS = 120
@@ -361,7 +361,7 @@ def test_a_stopped_process_is_named(
     role: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once, and nothing is lost when it goes on."""
-    monkeypatch.setattr(_processes, "_STOPPED_POLL_SECONDS", 0.1)
+    monkeypatch.setattr(_engines, "_STOPPED_POLL_SECONDS", 0.1)
     others = children(role)  # of a strategy that was not collected yet
     strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine="processes")
     coordinator = ClusterCoordinator(strategy)
@@ -431,7 +431,7 @@ def test_a_start_that_is_interrupted_leaves_no_process_and_can_be_repeated(
     """The process that the others are forked from ends, and the next closure starts another one."""
     strategy = dj.ParameterServerStrategy(workers=1, servers=2, max_staleness=0, engine="processes")
     coordinator, ((_, _, count), step) = ClusterCoordinator(strategy), build(strategy)
-    child, started = _processes._ForkServer.child, list[Any]()
+    child, started = _engines._ForkServer.child, list[Any]()
 
     def interrupted(fork_server: Any, kind: str, number: int) -> Any:
         if started:
@@ -439,7 +439,7 @@ def test_a_start_that_is_interrupted_leaves_no_process_and_can_be_repeated(
         started.append(child(fork_server, kind, number))
         return started[0]
 
-    monkeypatch.setattr(_processes._ForkServer, "child", interrupted)
+    monkeypatch.setattr(_engines._ForkServer, "child", interrupted)
     with pytest.raises(KeyboardInterrupt):
         coordinator.schedule(step, args=(batches(1)[0],))
     monkeypatch.undo()
@@ -455,7 +455,7 @@ def test_a_start_that_is_interrupted_leaves_no_process_and_can_be_repeated(
 def test_a_run_whose_worker_ends_is_lost() -> None:
     """Also where the step returns nothing, so that its last message could be taken for the results."""
     here, there = pair()
-    worker = _processes._Worker(_processes._Child(SimpleNamespace(kill=id), 0, here), [], None)  # type: ignore[arg-type]
+    worker = _engines._Worker(_engines._Child(SimpleNamespace(kill=id), 0, here), [], None)  # type: ignore[arg-type]
     halves = SimpleNamespace(worker=SimpleNamespace(values=[], returns=[]), results_at=[])
     program = SimpleNamespace(name="step", bound=SimpleNamespace(halves=halves))
     worker._loaded["step"] = lambda: program  # type: ignore[assignment]
@@ -494,15 +494,15 @@ def test_no_process_starts_after_the_strategy_has_ended(
         controls.append(pair())
         return Connection(controls[-1][0])
 
-    monkeypatch.setattr(_processes._ForkServer, "_started", started)
-    fork_server = _processes._ForkServer("cpu")
+    monkeypatch.setattr(_engines._ForkServer, "_started", started)
+    fork_server = _engines._ForkServer("cpu")
     fork_server.close()
     with pytest.raises(WireError):
         fork_server.child("worker", 0)
     controls[0][1].close()
     here, there = pair()
     with there:
-        child = _processes._Child(fork_server, 0, here)
+        child = _engines._Child(fork_server, 0, here)
         child.end()
         child.wait()
     coordinator = Coordinator(1, [], 0.0, jax.devices()[0])
@@ -513,7 +513,7 @@ def test_no_process_starts_after_the_strategy_has_ended(
 
 def test_a_program_is_loaded_while_a_server_is_replaced() -> None:
     """The new process gets those of before and that one."""
-    store, sent = _processes.RemoteStore(jax.devices()[0]), list[str]()
+    store, sent = _engines.RemoteStore(jax.devices()[0]), list[str]()
 
     def put(request: Any) -> None:
         sent.append(request[-1].name)
@@ -528,7 +528,7 @@ def test_a_program_is_loaded_while_a_server_is_replaced() -> None:
 
 def test_a_server_that_misses_a_request_is_killed() -> None:
     """Else it would do what comes after a message for which there was no memory."""
-    store, ended = _processes.RemoteStore(jax.devices()[0]), threading.Event()
+    store, ended = _engines.RemoteStore(jax.devices()[0]), threading.Event()
 
     def send(_: Message) -> None:
         raise MemoryError
@@ -548,7 +548,7 @@ def test_join_raises_if_servers_cannot_go_back() -> None:
     coordinator.go_back = fail  # type: ignore[method-assign]
     processes = SimpleNamespace(_coordinator=coordinator, _start_server=lambda *_: None)
     child = SimpleNamespace(wait=str, close=lambda: None)
-    _processes.Processes._watch(processes, 0, child, threading.Event())  # type: ignore[arg-type]
+    _engines.Processes._watch(processes, 0, child, threading.Event())  # type: ignore[arg-type]
     with pytest.raises(dj.StepFailedError, match="no room for what was kept"):
         coordinator.join(SECONDS)
 

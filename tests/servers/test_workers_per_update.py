@@ -13,7 +13,7 @@ from flax import nnx
 
 import distribute_jax as dj
 from distribute_jax.coordinator import ClusterCoordinator
-from distribute_jax.servers import _engine
+from distribute_jax.servers import _engines
 
 SECONDS = 60
 
@@ -92,15 +92,15 @@ def test_workers_that_make_an_update_are_replicas(replicas: int, servers: int) -
 
 def test_the_share_of_a_lost_worker_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the way to the mean of 1 and 2, then of 3 and 4: 0.75 and 2.125, whoever is lost."""
-    run, lost = _engine.run, []
+    run, lost = _engines.run, []
 
     def losing(program: Any, order: Any, *args: Any) -> Any:
         if order.run == 2:
             lost.append(order)
-            raise _engine.WorkerLostError("gone")
+            raise _engines.WorkerLostError("gone")
         return run(program, order, *args)
 
-    monkeypatch.setattr(_engine, "run", losing)
+    monkeypatch.setattr(_engines, "run", losing)
     strategy, coordinator = in_sync(2)
     with strategy.scope():
         weight = nnx.Param(jnp.zeros(()))

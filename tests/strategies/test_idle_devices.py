@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax import _user_frames
+from distribute_jax import _errors
 
 TF_CONFIG = (
     '{"cluster": {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}, '
@@ -28,7 +28,7 @@ def notices(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> Iterator[pytest.LogCaptureFixture]:
     """The log of a process that has logged nothing yet."""
-    monkeypatch.setattr(_user_frames, "_logged", set())
+    monkeypatch.setattr(_errors, "_logged", set())
     with caplog.at_level(logging.WARNING, logger="distribute_jax"):
         yield caplog
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import distribute_jax as dj
-from distribute_jax import _user_frames
+from distribute_jax import _errors
 
 
 def per_replica(strategy: dj.Strategy, values: list[object]) -> dj.PerReplica:
@@ -308,7 +308,7 @@ def test_narrow_integers_do_not_overflow(s2: dj.MirroredStrategy, dtype: type):
 def test_a_sum_of_a_reduced_float_is_logged_once(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(_user_frames, "_logged", set())
+    monkeypatch.setattr(_errors, "_logged", set())
 
     def reduced(x: jax.Array) -> Any:
         return dj.get_replica_context().all_reduce("sum", jnp.sum(x)), jnp.int32(len(x)), x[0]
@@ -327,7 +327,7 @@ def test_a_sum_of_a_reduced_float_is_logged_once(
 def test_a_mean_of_the_parts_of_a_mean_is_logged(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(_user_frames, "_logged", set())
+    monkeypatch.setattr(_errors, "_logged", set())
 
     def step(x: jax.Array) -> Any:
         return {"loss": dj.compute_average_loss(x), "id": replica_id()}
@@ -340,7 +340,7 @@ def test_a_mean_of_the_parts_of_a_mean_is_logged(
         assert float(s4.reduce("mean", parts["loss"])) == loss / 4
         [record] = caplog.records
         caplog.clear()
-        monkeypatch.setattr(_user_frames, "_logged", set())
+        monkeypatch.setattr(_errors, "_logged", set())
     assert "Their mean is 4 times too small: write strategy.reduce('sum', loss)" in (
         record.getMessage()
     )

@@ -13,7 +13,7 @@ import pytest
 import tpu_factories
 
 import distribute_jax as dj
-from distribute_jax.testing.conformance import CHECKS
+from distribute_jax.testing._check_strategy import CHECKS
 
 OPERATIONS = {
     "nccl": dj.NcclAllReduce,

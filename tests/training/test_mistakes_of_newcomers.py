@@ -16,7 +16,7 @@ from flax import nnx
 from model_factory import compile_model, linear
 
 import distribute_jax as dj
-from distribute_jax import _user_frames
+from distribute_jax import _errors
 
 X = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
@@ -272,7 +272,7 @@ def test_silent_mistakes_are_logged_once(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(_user_frames, "_logged", set())
+    monkeypatch.setattr(_errors, "_logged", set())
     make, words = LOGGED[mistake]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -12,7 +12,7 @@ import pytest
 
 import distribute_jax as dj
 from distribute_jax import losses
-from distribute_jax.training._metric_names import per_example
+from distribute_jax.training._tracker import per_example
 
 IDS = np.array([0, 1, 6, 3])
 ONE_HOT = np.eye(7, dtype=np.float32)[IDS]

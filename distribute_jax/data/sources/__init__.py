@@ -1,7 +1,7 @@
 """Sources of global batches: one file for each kind, and ``find_source``, which selects one.
 
-``_base`` is the interface. ``_iterables``, ``_grain``, ``_tf_data`` and ``_torch`` adapt the datasets of
-users; ``_arrays`` and ``_files`` are the library's. None of them imports a package that may be missing.
+``_base`` is the interface. ``_iterables`` and ``_loaders`` adapt the datasets of users; ``_arrays``
+and ``_files`` are the library's. None of them imports a package that may be missing.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from typing import Any
 from distribute_jax.data.sources._arrays import ArrayDataset, ArraySource, from_arrays
 from distribute_jax.data.sources._base import Source as Source, loaded_class
 from distribute_jax.data.sources._files import FileDataset, FileSource, from_files
-from distribute_jax.data.sources._grain import GrainIter, GrainMap
 from distribute_jax.data.sources._iterables import from_iterable
-from distribute_jax.data.sources._tf_data import TfData
-from distribute_jax.data.sources._torch import (
+from distribute_jax.data.sources._loaders import (
+    GrainIter,
+    GrainMap,
     HuggingFaceStream,
     HuggingFaceTable,
+    TfData,
     TorchLoader,
     refuse_splits,
     refuse_torch_dataset,

@@ -14,9 +14,8 @@ import numpy as np
 
 from distribute_jax._absent import getattr_with_hints
 from distribute_jax._checks import brief, check_choice, refusing, takes
-from distribute_jax._errors import ArgumentError, ArgumentTypeError
+from distribute_jax._errors import ArgumentError, ArgumentTypeError, warn_user
 from distribute_jax._messages import not_a_name
-from distribute_jax._user_frames import warn_user
 
 
 class Callback:

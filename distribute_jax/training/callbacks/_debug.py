@@ -15,10 +15,9 @@ import numpy as np
 from flax import nnx
 
 from distribute_jax._checks import check_choice, check_int, converting, refuse
-from distribute_jax._errors import ArgumentError, OutOfSyncError, PaddingLeakError
+from distribute_jax._errors import ArgumentError, OutOfSyncError, PaddingLeakError, log_once
 from distribute_jax._mesh import on_host
 from distribute_jax._messages import is_array
-from distribute_jax._user_frames import log_once
 from distribute_jax.collectives._check_in_sync import Hashes, as_bits, heal
 from distribute_jax.processes import is_chief
 from distribute_jax.program import snapshot

@@ -17,7 +17,7 @@ from distribute_jax._errors import NotEqualError, OutOfSyncError, PaddingLeakErr
 from distribute_jax.collectives import check_in_sync
 from distribute_jax.losses import compute_average_loss
 from distribute_jax.program import RunOptions
-from distribute_jax.testing.conformance._core import (
+from distribute_jax.testing._conformance import (
     Fact,
     Subject,
     compare,

@@ -1,4 +1,4 @@
-"""Schedules functions on the workers of a ``ParameterServerStrategy``."""
+"""``ClusterCoordinator``, and what its closures get and return: ``tf.distribute.coordinator``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,23 @@ from flax import nnx
 
 from distribute_jax._checks import check_number, converting
 from distribute_jax._errors import ArgumentError
-from distribute_jax.servers import PerWorkerDataset, RemoteValue, Stats
+from distribute_jax._lazy import publish
+from distribute_jax.servers import (
+    PerWorkerDataset,
+    PerWorkerValue,
+    RemoteValue,
+    Stats,
+    experimental_get_current_worker_index,
+)
 from distribute_jax.strategies._parameter_server import ParameterServerStrategy
+
+__all__ = [
+    "ClusterCoordinator",
+    "PerWorkerValue",
+    "RemoteValue",
+    "Stats",
+    "experimental_get_current_worker_index",
+]
 
 
 class ClusterCoordinator:
@@ -150,3 +165,6 @@ class ClusterCoordinator:
     def stats(self) -> Stats:
         """The updates so far: ``version``, and the number of updates by staleness and by worker."""
         return self._strategy._coordinator.stats
+
+
+publish(globals(), __all__, "distribute_jax.coordinator")

@@ -18,7 +18,7 @@ from distribute_jax.strategies import (
     get_strategy,
     in_cross_replica_context,
 )
-from distribute_jax.testing.conformance._core import (
+from distribute_jax.testing._conformance import (
     Fact,
     Subject,
     compare,

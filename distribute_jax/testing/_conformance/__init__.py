@@ -1,4 +1,8 @@
-"""The parts of a check: a ``Subject``, which is a strategy on known devices, and ``Fact``s."""
+"""The checks that every strategy passes: each public function of ``_values`` and ``_state`` is one.
+
+A check takes a ``Subject``, which is a strategy on known devices, and yields ``Fact``s; it raises nothing
+itself, so that everything wrong is reported.
+"""
 
 from __future__ import annotations
 

@@ -1,22 +1,92 @@
-"""Batches of a ``tf.data.Dataset``, which is sharded by files if it reads files.
-
-``tf.raw_ops.DatasetToGraphV2`` serializes a dataset as a graph, which shows the files that it reads and
-whether passes may differ. ``tf.raw_ops.AutoShardDataset`` is the op with which ``tf.distribute`` shards by
-files.
-"""
+"""Sources from data of other libraries: Grain, ``tf.data``, PyTorch and Hugging Face."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from functools import cached_property
-from typing import Any
+from itertools import islice
+from typing import Any, NoReturn
 
 import jax
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, listed, path_text
-from distribute_jax.data.sources._base import Stream
+from distribute_jax.data.sources._base import Source, Stream, length_of, on_host
+
+_READ_AHEAD = 4
+"""Batches that Grain reads ahead, in one thread each; its default of 500 would fill the memory."""
+_INFINITE = 2**40
+"""Grain's endless repeat has a huge length, which ``batch`` divides; no finite dataset reaches this one."""
+
+
+class GrainMap(Source):
+    """A ``grain.MapDataset`` of batches; its random transformations differ between epochs."""
+
+    text = "a grain.MapDataset"
+    can_resume = True
+
+    def __init__(self, dataset: Any, method: str) -> None:
+        self._dataset = dataset
+        self.is_infinite = len(dataset) >= _INFINITE
+
+    def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
+        import grain
+
+        options = grain.ReadOptions(num_threads=_READ_AHEAD, prefetch_buffer_size=_READ_AHEAD)
+        # Indices of a repeated dataset continue through its epochs; an endless one has a single epoch.
+        batches = self._dataset if self.is_infinite else self._dataset.repeat(epoch + 1)
+        start = 0 if self.is_infinite else epoch * len(self._dataset)
+        skipped = position if _filters(self._dataset) else 0
+        start += position - skipped
+        if start:
+            batches = batches.slice(slice(start, None))
+        return _rest(batches.to_iter_dataset(options), skipped)
+
+    @property
+    def length(self) -> int | None:
+        return None if self.is_infinite or _filters(self._dataset) else len(self._dataset)
+
+
+class GrainIter(Source):
+    """A ``grain.IterDataset`` or ``grain.DataLoader`` of batches.
+
+    Every epoch is the same, as in Grain, and it resumes by reading all earlier batches.
+    """
+
+    can_resume = True
+
+    def __init__(self, dataset: Any, method: str) -> None:
+        self._dataset = dataset
+
+    @property
+    def text(self) -> str:
+        return f"a Grain {type(self._dataset).__name__}"
+
+    @property
+    def batching(self) -> str:
+        if hasattr(self._dataset, "batch"):
+            return super().batching
+        return f"Add grain.transforms.Batch(256) to the operations of this {self.text[2:]}."
+
+    def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
+        return _rest(self._dataset, position)
+
+
+def _rest(dataset: Any, skipped: int) -> Iterator[PyTree]:
+    iterator = iter(dataset)
+    # Grain's threads and processes stop as soon as the loop is left, not at garbage collection.
+    with closing(iterator) if hasattr(iterator, "close") else nullcontext():
+        yield from map(on_host, islice(iterator, skipped, None))
+
+
+def _filters(dataset: Any) -> bool:
+    """True if a filter removes elements, so that an index is not the number of a batch."""
+    import grain
+
+    filtered = type(grain.MapDataset.range(1).filter(bool))
+    return isinstance(dataset, filtered) or any(map(_filters, dataset.parents))
 
 
 class TfData(Stream):
@@ -159,3 +229,77 @@ def _count(tf: Any, graph: Any, node: str) -> int:
     if known == tf.data.INFINITE_CARDINALITY:
         raise ValueError("the file names are repeated without end")
     return known if known >= 0 else sum(1 for _ in names)
+
+
+class TorchLoader(Stream):
+    """A ``torch.utils.data.DataLoader``, which shuffles at every start."""
+
+    text = "a PyTorch DataLoader"
+    batching = "Pass batch_size=256 to this PyTorch DataLoader, which yields single examples."
+
+    def __init__(self, loader: Any, method: str) -> None:
+        self._loader = loader
+        shares = getattr(getattr(loader, "sampler", None), "num_replicas", 1)
+        # A dataset function gets an InputContext, by which it may shard.
+        if shares > jax.process_count() and "function" not in method:
+            raise ArgumentError(
+                f"{method} got a DataLoader whose sampler yields 1 of {shares} shares of the examples, and "
+                "the others are never read. Remove the DistributedSampler: the strategy divides each batch."
+            )
+
+    def start(self) -> Iterator[PyTree]:
+        return map(on_host, iter(self._loader))
+
+    @property
+    def length(self) -> int | None:
+        return length_of(self._loader)
+
+
+def refuse_torch_dataset(dataset: Any, method: str) -> NoReturn:
+    """Raises for a PyTorch dataset, whose elements are single examples."""
+    raise ArgumentError(
+        f"{method} got {type(dataset).__name__}, a PyTorch dataset of single examples. Put it in a loader "
+        "that batches it: torch.utils.data.DataLoader(dataset, batch_size=256), with the number of "
+        "examples of all replicas together. If its elements are batches, pass batch_size=None."
+    )
+
+
+class HuggingFaceTable(Source):
+    """A batched ``datasets.Dataset``: each row is a batch, and rows have random access."""
+
+    text = "a Hugging Face Dataset"
+    can_resume = True
+
+    def __init__(self, dataset: Any, method: str) -> None:
+        if dataset.format["type"] is None:
+            dataset = dataset.with_format("numpy", columns=dataset.format["columns"])
+        self._dataset = dataset
+
+    def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
+        rest = range(position, len(self._dataset))
+        return map(on_host, self._dataset.select(rest)) if rest else iter(())
+
+    @property
+    def length(self) -> int | None:
+        return length_of(self._dataset)
+
+
+class HuggingFaceStream(Source):
+    """A batched ``datasets.IterableDataset``."""
+
+    text = "a Hugging Face IterableDataset"
+
+    def __init__(self, dataset: Any, method: str) -> None:
+        self._dataset = dataset.with_format("numpy")
+
+    def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
+        return iter(self._dataset)
+
+
+def refuse_splits(splits: Any, method: str) -> NoReturn:
+    """Raises for a dictionary of datasets."""
+    name = next(iter(splits), "train")
+    raise ArgumentError(
+        f"{method} got a {type(splits).__name__} with the splits {list(splits)}. Choose one, and batch it: "
+        f"dataset[{name!r}].batch(256)."
+    )
