@@ -354,9 +354,8 @@ class CheckpointManager:
         manifest_of = functools.partial(_steps.read_step, self._directory, step)
         tree = restore_tree(self._directory, str(step), manifest_of, tree, method)
         self._schedule.note(step)
-        status_writer().restored(
-            step
-        )  # for a supervisor, which counts a step beyond it as progress
+        # For a supervisor, which counts a step beyond it as progress.
+        status_writer().restored(step)
         return tree
 
     def _set_aside(self, step: int, error: CheckpointDamagedError) -> None:

@@ -141,11 +141,12 @@ def _copy_layout(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> _Co
     if math.prod(sharding.shard_shape(shape)) * len(devices) == math.prod(shape):
         return None
     auto = (AxisType.Auto,)
+    # The arrays themselves can be hashed; assembling others is slow.
     if (
         isinstance(sharding, NamedSharding)
         and sharding.is_fully_replicated
         and {*sharding.mesh.axis_types} == {*auto}
-    ):  # The arrays themselves can be hashed; assembling others is slow.
+    ):
         return _CopyLayout(cast("Mesh", sharding.mesh), is_replicated=True)
     mesh = Mesh(np.asarray(devices, dtype=object), (_AXIS,), axis_types=auto)
     return _CopyLayout(mesh, is_replicated=False)

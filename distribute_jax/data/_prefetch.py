@@ -146,9 +146,7 @@ def _settings(top: _frames.Frame | None, x64: bool, device: Any) -> Iterator[Non
 
 
 def _read_ahead(
-    elements: Generator[Any, None, None],
-    buffer: _Buffer,
-    settings: AbstractContextManager[None],
+    elements: Generator[Any, None, None], buffer: _Buffer, settings: AbstractContextManager[None]
 ) -> None:
     end: BaseException = StopIteration()
     try:

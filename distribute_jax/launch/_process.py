@@ -136,9 +136,8 @@ class ProcessGroup:
                 self.children.append(ChildProcess(spec, sinks(spec), on_exit))
         except BaseException as error:
             self.stop(grace=0)
-            if isinstance(
-                error, (OSError, RuntimeError)
-            ):  # no descriptor, process or thread is left
+            # No descriptor, process or thread is left.
+            if isinstance(error, (OSError, RuntimeError)):
                 raise ClusterError(
                     f"Process {len(self.children)} of {len(specs)} could not be started: {error}. Start "
                     "fewer processes, or raise the limit: ulimit -n for open files, -u for processes and "

@@ -69,8 +69,7 @@ class Heartbeat:
 def tick(job: Job) -> float:
     """Returns the seconds between two heartbeats of a process."""
     return min(
-        max(_MIN_TICK_SECONDS, job.count / _MAX_BEATS_PER_SECOND),
-        job.options.heartbeat_seconds / 4,
+        max(_MIN_TICK_SECONDS, job.count / _MAX_BEATS_PER_SECOND), job.options.heartbeat_seconds / 4
     )
 
 

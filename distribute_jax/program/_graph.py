@@ -122,7 +122,9 @@ class Walker:
             _check_holds_no_numpy(value, name)
             return IdentityKey(value)
         if (followed := getattr(type(value), "_followed_in_steps", None)) is not None:
-            return (type(value), self._items(vars(value), followed, name))
+            # A user's subclass adds other modules, optimizers, numbers.
+            added = None if is_library(type(value).__module__) else self._attributes(value, name)
+            return (type(value), self._items(vars(value), followed, name), added)
         holds_numbers = hasattr(type(value), "__array__") or is_foreign(value)
         if holds_numbers and (described := describe_foreign(value)):
             raise StaleCaptureError(_FOREIGN.format(name=name, kind=described))

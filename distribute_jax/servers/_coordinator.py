@@ -182,9 +182,8 @@ class Coordinator:
             except WireError:
                 if self._stopped:  # the strategy is gone, and its servers with it
                     return None
-                self._for_workers.wait(
-                    _POLL_SECONDS
-                )  # until the engine has noticed that it is lost
+                # Until the engine has noticed that it is lost.
+                self._for_workers.wait(_POLL_SECONDS)
 
     def _is_served(self) -> bool:
         return not (self._servers_down or self._is_asking) or self._stopped

@@ -19,6 +19,7 @@ from distribute_jax._errors import (
     EndOfDataError,
     UnsupportedError,
 )
+from distribute_jax._values import PerReplica
 
 _current: ContextVar[tuple[Any, bool]] = ContextVar("_current", default=(None, False))
 """The worker that runs this, and whether it is a scheduled function that is traced."""
@@ -155,12 +156,24 @@ class PerWorkerIterator:
                     )
                 self._iterators[worker] = iter(dataset)
             try:
-                return next(self._iterators[worker])
+                element = next(self._iterators[worker])
             except StopIteration:
                 raise EndOfDataError(
                     f"The dataset of worker {worker} has no more elements. Repeat it, or schedule no more "
                     "closures than there are elements."
                 ) from None
+        # A distributed dataset, as TensorFlow's tutorial makes for each worker, has PerReplica leaves.
+        return jax.tree.map(_of_worker, element, is_leaf=lambda x: isinstance(x, PerReplica))
+
+
+def _of_worker(leaf: Any) -> Any:
+    values = leaf.values if isinstance(leaf, PerReplica) else (leaf,)
+    if len(values) > 1:
+        raise ArgumentError(
+            f"create_per_worker_dataset: workers_per_update={len(values)} workers divide the batches of "
+            "a distributed dataset. Pass its elements in args of coordinator.schedule."
+        )
+    return values[0]
 
 
 class TracedIterator:

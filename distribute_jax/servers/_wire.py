@@ -97,9 +97,8 @@ class Connection:
 
     def send(self, message: Message) -> None:
         first, *parts = message.packed()
-        if (
-            sum(map(len, parts)) < _SMALL_BYTES
-        ):  # in one piece, for which the receiver wakes up once
+        # If it is small, in one piece, for which the receiver wakes up once.
+        if sum(map(len, parts)) < _SMALL_BYTES:
             first, parts = b"".join([first, *parts]), []
         with self._sends, self._completing():
             sent = socket.send_fds(self._socket, [first], list(message.ends))

@@ -10,12 +10,7 @@ import jax.numpy as jnp
 
 from distribute_jax._checks import check_int
 
-__all__ = [
-    "FixedShardsPartitioner",
-    "MaxSizePartitioner",
-    "MinSizePartitioner",
-    "Partitioner",
-]
+__all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]
 
 
 class Partitioner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ class Fit:
         self.class_weights = class_weights(self.class_weight)
         self.trainer = self.model.trainer
         self.validation: DistributedDataset | None = None
+        self._validating: Batches | None = None
 
     def take_data(self) -> None:
         """Distributes the data to train and to validate on."""
@@ -131,9 +132,8 @@ class Fit:
         params["batches"] = self._done
         self._batches: Batches | None = None
         data_pass, count = epoch, self._done
-        if (
-            self.steps_per_epoch is not None
-        ):  # a pass through the data continues from epoch to epoch
+        # A pass through the data continues from epoch to epoch.
+        if self.steps_per_epoch is not None:
             count += (epoch - self.initial_epoch) * self.steps_per_epoch
             passes, count = divmod(count, size := self.data.cardinality or count + 1)
             if self._done and not count:  # the pass has ended, and the epoch has not
@@ -165,11 +165,11 @@ class Fit:
         freq = self.validation_freq
         is_due = (epoch + 1) % freq == 0 if isinstance(freq, int) else epoch + 1 in freq
         if self.validation is not None and is_due:
-            numbers = self.trainer.evaluate(
-                Batches(self.validation, self.validation_keys),
-                limit=self.validation_steps,
-                callbacks=self._callbacks,
-            )
+            steps, batches = self.validation_steps, self._validating
+            # An iterator cannot start again: as in Keras the next validation continues with it.
+            if batches is None or not steps or not isinstance(self.validation_data, Iterator):
+                batches = self._validating = Batches(self.validation, self.validation_keys)
+            numbers = self.trainer.evaluate(batches, limit=steps, callbacks=self._callbacks)
             logs |= {f"val_{name}": value for name, value in numbers.items()}
         self._callbacks.call("on_epoch_end", epoch, logs)
         return logs

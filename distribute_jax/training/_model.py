@@ -73,7 +73,7 @@ class Model(Stateful):
     """
 
     _followed_in_steps = ("module",)
-    """Attributes of a captured model that a step may use."""
+    """Attributes of a captured model that a step may use, beside those that a subclass adds."""
 
     if not TYPE_CHECKING:
         __getattr__ = getattr_with_hints("dj.Model")

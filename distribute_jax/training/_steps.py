@@ -168,9 +168,10 @@ def bind_step(
 
     def user_step(*batch: Any) -> Any:
         _ = module, optimizer, tracker, test_tracker, constants
-        return getattr(model, name)(batch)
+        return method(model, batch)
 
     bound, name = run_step if model is None else user_step, f"{kind}_step"
+    method: Any = getattr(type(model), name, None)
     bound.__name__ = bound.__qualname__ = name
     return bound
 

@@ -433,10 +433,7 @@ class StepsPerExecution:
     """
 
     def __init__(
-        self,
-        steps: int | str,
-        wait: Callable[[], None],
-        agree: Callable[[float], float] = float,
+        self, steps: int | str, wait: Callable[[], None], agree: Callable[[float], float] = float
     ) -> None:
         self.size = 1 if isinstance(steps, str) else steps
         self.is_settled = not isinstance(steps, str)

@@ -66,9 +66,8 @@ def test_a_step_without_a_manifest_does_not_exist(
 
     with monkeypatch.context() as broken:
         broken.setattr(BucketDirectory, "write", killed)
-        broken.setattr(
-            BucketDirectory, "_remove_all", lambda *_: None
-        )  # who is killed removes nothing
+        # Who is killed removes nothing.
+        broken.setattr(BucketDirectory, "_remove_all", lambda *_: None)
         with pytest.raises(KeyboardInterrupt):
             save(f"{url}/2", {"x": np.zeros(2)})
     assert names == ["2/manifest.json"]

@@ -235,10 +235,7 @@ def test_with_a_watcher_the_metadata_server_is_not_asked(
 
 @pytest.mark.parametrize("event", ["NONE", "TERMINATE_ON_HOST_MAINTENANCE"])
 def test_sigterm_on_compute_engine_leaves_no_hour(
-    event: str,
-    compute_engine: MetadataServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    event: str, compute_engine: MetadataServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Also after a notice of maintenance: it saves at once, and exits with 42."""
     monkeypatch.setattr(_preemption_handler, "_COMPUTE_ENGINE_GRACE_SECONDS", 3600.0)

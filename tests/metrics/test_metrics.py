@@ -287,9 +287,7 @@ def test_writing_one_part_of_welford_is_refused_if_the_replicas_differ(s4: dj.Mi
         run_on(s4, step, batches(8))
 
 
-def test_compute_inside_run_before_and_after_an_update(
-    s4: dj.MirroredStrategy,
-):
+def test_compute_inside_run_before_and_after_an_update(s4: dj.MirroredStrategy):
     """Before it, the value over all replicas; after it, that of the old state and this replica's values."""
     metric = create(s4, Average)
     (batch,) = s4.distribute_dataset([np.arange(8.0, dtype=np.float32)])

@@ -131,9 +131,8 @@ def save_divided(folder):
     """Everything in one job of two processes with two devices each."""
     strategy, folder, me = strategy_of(2), Path(folder), jax.process_index()
     outcome = {}
-    with mock.patch.object(
-        _write, "_MIN_BYTES_PER_WRITER", 600
-    ):  # so that process 1 takes some of the mirrored ones
+    # So that process 1 takes some of the mirrored ones.
+    with mock.patch.object(_write, "_MIN_BYTES_PER_WRITER", 600):
         dj.checkpoint.save(folder / "parts", tree_of(strategy, 1))
     manifest = json.loads((folder / "parts" / "manifest.json").read_text())["content"]
     outcome["files"] = sorted(file for file in manifest["files"] if "parts-" in file)

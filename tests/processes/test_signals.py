@@ -80,9 +80,7 @@ def test_sigterm_of_a_forked_child_does_not_reach_its_parent() -> None:
     assert not seen
 
 
-def test_a_process_with_a_closed_stderr_exits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_with_a_closed_stderr_exits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader of its output has ended, or the disk of its log is full."""
 
     class Unread(io.StringIO):

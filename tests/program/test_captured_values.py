@@ -594,9 +594,7 @@ def test_python_may_count_in_a_numpy_array_while_a_step_is_traced(s2: dj.Mirrore
     assert traces[0] <= 2
 
 
-def test_numpy_code_on_a_large_captured_array_is_explained(
-    s2: dj.MirroredStrategy,
-):
+def test_numpy_code_on_a_large_captured_array_is_explained(s2: dj.MirroredStrategy):
     """A large array is an input, without numbers yet; a small one works, and so does jax.numpy."""
     table, small = np.ones(20_000), np.ones(9)
     assert float(s2.run(lambda: jnp.float32(np.linalg.norm(small)))) == 3.0

@@ -189,9 +189,7 @@ def test_a_metric_is_updated_in_a_scan_with_dims_of_size_one(s4: dj.MirroredStra
     assert kept[...].tolist() == [0 + 2 + 4 + 6, 1 + 3 + 5 + 7]
 
 
-def test_equal_increments_are_summed_without_a_collective(
-    strategy: dj.Strategy,
-):
+def test_equal_increments_are_summed_without_a_collective(strategy: dj.Strategy):
     """A count of 3 on each of N replicas is 3 N, as on a whole batch, and costs no all-reduce."""
     state, step = _step(lambda old, x: old + 3 + 0 * x)
     count = nnx.metrics.MetricState(jnp.int32(2))

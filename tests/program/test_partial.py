@@ -170,9 +170,7 @@ def test_an_unproved_step_is_checked_again_at_the_2nd_4th_and_8th_partial_batch(
     assert "result depends on reduce_max at test_partial.py:" in text
 
 
-def test_a_leak_is_an_error_even_if_the_batch_does_not_show_it(
-    s4: dj.MirroredStrategy,
-):
+def test_a_leak_is_an_error_even_if_the_batch_does_not_show_it(s4: dj.MirroredStrategy):
     """The mask is forgotten in counting a class that the first batches do not have."""
     with s4.scope():
         rare = nnx.Variable(jnp.zeros((), jnp.int32))
@@ -433,9 +431,7 @@ def test_batch_norm_over_padding_on_one_device_is_refused():
     assert one.run(lambda x: masked_norm(norm, x), args=(partial,)).shape == (5, 3)
 
 
-def test_counted_padding_is_found_beside_random_numbers_of_fixed_shape(
-    s4: dj.MirroredStrategy,
-):
+def test_counted_padding_is_found_beside_random_numbers_of_fixed_shape(s4: dj.MirroredStrategy):
     _, partial = s4.distribute_dataset(batches(8, 5))
 
     def step(x: jax.Array, key: jax.Array):

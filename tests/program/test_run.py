@@ -518,9 +518,7 @@ def test_the_number_of_cached_programs_is_limited(
 # Mistakes
 
 
-def test_an_error_in_a_step_is_raised_and_leaves_state_unchanged(
-    s2: dj.MirroredStrategy,
-):
+def test_an_error_in_a_step_is_raised_and_leaves_state_unchanged(s2: dj.MirroredStrategy):
     model = built(s2)
     before = np.asarray(model.w[...])
 

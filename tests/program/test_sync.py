@@ -943,9 +943,7 @@ def test_a_collective_over_another_axis_may_depend_on_a_per_replica_predicate() 
 
 
 @pytest.mark.parametrize("hide", [lambda j: j, lambda j: (("a", (j,)),), lambda j: Holder(j)])
-def test_a_collective_inside_an_unknown_equation_is_found(
-    hide: Callable[[Any], Any],
-) -> None:
+def test_a_collective_inside_an_unknown_equation_is_found(hide: Callable[[Any], Any]) -> None:
     holding_p = Primitive("holding")
     holding_p.def_abstract_eval(lambda v, **_: v)
     body = hide(trace(psum, w_value()))

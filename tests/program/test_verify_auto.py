@@ -319,9 +319,7 @@ def test_the_strategy_has_one_replica_in_the_run_on_one_device(s4: dj.MirroredSt
     assert s4.num_replicas_in_sync == 4
 
 
-def test_a_python_counter_does_not_make_the_step_compile_again(
-    s4: dj.MirroredStrategy,
-):
+def test_a_python_counter_does_not_make_the_step_compile_again(s4: dj.MirroredStrategy):
     model, optimizer = classifier(s4, optax.sgd(0.1))
     (batch,) = s4.distribute_dataset([(X, Y)])
     watched = Watched()

@@ -249,6 +249,19 @@ def test_each_worker_has_its_values_and_its_dataset() -> None:
     assert coordinator.stats.version == 0, "nothing was written"
 
 
+def test_a_worker_may_make_a_distributed_dataset() -> None:
+    """As in TensorFlow's tutorial; not where a batch is divided among several workers."""
+    for shares in (1, 2):
+        strategy = dj.ParameterServerStrategy(workers=2, workers_per_update=shares)
+        coordinator = dj.coordinator.ClusterCoordinator(strategy)
+        dataset = strategy.distribute_datasets_from_function(lambda _: [np.arange(4.0)])
+        iterator = iter(coordinator.create_per_worker_dataset(dataset))
+        refused = pytest.raises(ValueError, match="workers_per_update=2")
+        with contextlib.nullcontext() if shares == 1 else refused:
+            result = coordinator.schedule(lambda elements: next(elements).sum(), args=(iterator,))
+            assert float(result.fetch()) == 6.0
+
+
 def test_a_function_takes_only_the_elements_that_it_uses() -> None:
     """Two of one iterator and one of another; then, of the same code, one and none."""
     _, coordinator = of_servers(1)
@@ -888,9 +901,7 @@ def test_random_keys_are_fetched_as_they_are() -> None:
     np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(3)))
 
 
-def test_workers_can_join_after_an_interrupted_removal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_workers_can_join_after_an_interrupted_removal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that have left do not count as there."""
     coordinator = queue.Coordinator(2, [], 0.0, jax.devices()[0])
     engine = _engines.Engine(coordinator, jax.devices())

@@ -320,10 +320,7 @@ def test_nobody_listens_and_workers_join_and_leave(engine: str) -> None:
 def test_a_worker_that_takes_too_long_is_replaced() -> None:
     """A stopped worker is ended after ``step_seconds``, and another one runs its closure."""
     strategy = dj.ParameterServerStrategy(
-        workers=1,
-        max_staleness=0,
-        engine="processes",
-        options=dj.ServerOptions(step_seconds=20.0),
+        workers=1, max_staleness=0, engine="processes", options=dj.ServerOptions(step_seconds=20.0)
     )
     coordinator = ClusterCoordinator(strategy)
     (_, _, count), step = build(strategy)
@@ -483,9 +480,7 @@ def test_a_step_is_not_blamed_for_workers_that_ended_while_idle() -> None:
     assert int(count[...]) == 2
 
 
-def test_no_process_starts_after_the_strategy_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_process_starts_after_the_strategy_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that is delayed until all are ended starts no process, which nobody would end, and ends."""
     controls = []
 

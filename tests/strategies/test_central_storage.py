@@ -144,9 +144,7 @@ def test_training_equals_mirrored_and_leaves_no_state_on_other_devices(
 
 
 @pytest.mark.exhaustive
-def test_old_state_is_freed_unless_it_was_kept(
-    central: dj.CentralStorageStrategy,
-):
+def test_old_state_is_freed_unless_it_was_kept(central: dj.CentralStorageStrategy):
     model, optimizer = built(central)
     step = make_step(model, optimizer)
     (batch,) = central.distribute_dataset(batches(1))
@@ -194,9 +192,7 @@ def test_an_array_that_two_variables_share_is_donated_once(parameter_device: Any
     assert second[...].tolist() == [4.0, 5.0, 6.0]
 
 
-def test_the_scope_makes_state_on_the_parameter_device(
-    central: dj.CentralStorageStrategy,
-):
+def test_the_scope_makes_state_on_the_parameter_device(central: dj.CentralStorageStrategy):
     """State that was made outside is moved with one warning."""
     model, optimizer = built(central)
     assert all(array.devices() == {CENTRE} for array in arrays(model, optimizer))
@@ -247,9 +243,7 @@ def _masked(step: Any) -> Any:
     return lambda x: step(jnp.where(dj.get_replica_context().batch_mask, x, 0))
 
 
-def test_a_padding_leak_raises_and_restores_state(
-    central: dj.CentralStorageStrategy,
-):
+def test_a_padding_leak_raises_and_restores_state(central: dj.CentralStorageStrategy):
     with central.scope():
         total = nnx.Param(jnp.zeros(()))
 

@@ -24,9 +24,7 @@ def test_the_default_strategy_has_one_replica():
     assert dj.get_replica_context().replica_id_in_sync_group == 0
 
 
-def test_a_scope_makes_the_strategy_current(
-    s2: dj.MirroredStrategy,
-):
+def test_a_scope_makes_the_strategy_current(s2: dj.MirroredStrategy):
     with s2.scope():
         assert where() == (True, True, False)
         assert dj.get_strategy() is s2

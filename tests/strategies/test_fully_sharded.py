@@ -394,9 +394,8 @@ def test_divided_values_are_read_whole(shard_over: int | None) -> None:
         variable, param = dj.Variable(host), nnx.Param(jnp.asarray(host))
     strategy.run(lambda: (variable.assign(variable[...] + 0), param.set_value(param[...] + 0))[:0])
     for divided in (variable, param, param[...]):
-        is_array = isinstance(
-            divided, jax.Array
-        )  # a value of no replica, whoever has read it before
+        # A value of no replica, whoever has read it before.
+        is_array = isinstance(divided, jax.Array)
         assert strategy.gather(divided, 0).shape == (64 if is_array else 256, 64)
         whole = [strategy.reduce("mean", divided, axis=None)]
         whole += [] if divided is variable else strategy.experimental_local_results(divided)

@@ -37,9 +37,7 @@ def texts(notices: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in notices.records]
 
 
-def test_fit_on_one_of_several_devices_is_logged_once(
-    notices: pytest.LogCaptureFixture,
-):
+def test_fit_on_one_of_several_devices_is_logged_once(notices: pytest.LogCaptureFixture):
     x = np.ones((4, 1), np.float32)
     for strategy in (None, None, dj.OneDeviceStrategy(0)):
         dj.experimental_set_strategy(strategy)

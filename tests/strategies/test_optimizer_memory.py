@@ -70,8 +70,7 @@ class Trained:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.exhaustive] * (n != "rules")) for n in STRATEGIES],
+    "name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n != "rules")) for n in STRATEGIES]
 )
 def test_optimizer_state_stays_in_that_memory_with_the_same_bits(name: str, tmp_path: Path) -> None:
     """It is in that memory after create, training, verify, save and restore."""

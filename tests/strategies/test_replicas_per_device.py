@@ -57,10 +57,7 @@ class Scanned(nnx.Module):
         @nnx.vmap
         def layers(rngs: nnx.Rngs) -> Any:
             return nnx.List(
-                [
-                    nnx.Linear(8, 8, rngs=rngs),
-                    nnx.BatchNorm(8, axis_name="data", rngs=rngs),
-                ]
+                [nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, axis_name="data", rngs=rngs)]
             )
 
         rngs = nnx.Rngs(0)

@@ -337,9 +337,7 @@ def test_steps_that_are_only_partly_sharded_equal_mirrored(
 
 
 @pytest.mark.exhaustive
-def test_callbacks_and_rbg_keys_run_on_each_replica(
-    z4: dj.MirroredStrategy,
-) -> None:
+def test_callbacks_and_rbg_keys_run_on_each_replica(z4: dj.MirroredStrategy) -> None:
     """rbg keys would draw other numbers if they were sharded."""
     results = []
     for strategy in (z4, dj.MirroredStrategy([0, 1, 2, 3])):
@@ -395,8 +393,7 @@ class Noisy(nnx.Module):
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "ops",
-    [None, dj.HierarchicalCopyAllReduce(), dj.ReductionToOneDevice(), dj.RingAllReduce()],
+    "ops", [None, dj.HierarchicalCopyAllReduce(), dj.ReductionToOneDevice(), dj.RingAllReduce()]
 )
 def test_batch_norm_dropout_and_cross_device_ops_equal_mirrored(ops: Any) -> None:
     results = []

@@ -42,9 +42,7 @@ def test_a_list_of_numbers_is_one_array(s4: dj.MirroredStrategy):
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("error")
-def test_metrics_that_an_overridden_step_does_not_update_are_not_reported(
-    s4: dj.MirroredStrategy,
-):
+def test_metrics_that_an_overridden_step_does_not_update_are_not_reported(s4: dj.MirroredStrategy):
     model = make_model(s4, OwnStep, metrics=["mae"])
     history = model.fit(X, Y, validation_data=(X, Y), verbose=0).history
     assert sorted(history) == ["loss", "val_loss", "val_mae"]
@@ -106,3 +104,14 @@ def test_data_without_a_batch_warns(s4: dj.MirroredStrategy):
     for run in (model.fit, model.evaluate, model.predict):
         with pytest.warns(UserWarning, match=r"on has no batches\."):
             run([], verbose=0)
+
+
+def test_validation_continues_with_an_iterator(s4: dj.MirroredStrategy):
+    """As in Keras: it cannot start again, so each epoch takes its next batches; a list starts again."""
+    model = make_model(s4, optimizer=optax.sgd(0.0))
+    batches = [(X, Y * i) for i in range(6)]
+    single = [model.evaluate(*batch, verbose=0) for batch in batches]
+    next_two = [np.mean(single[i : i + 2]) for i in (0, 2, 4)]
+    for data, expected in (iter(batches), next_two), (batches, next_two[:1] * 3):
+        history = model.fit(X, Y, epochs=3, validation_data=data, validation_steps=2, verbose=0)
+        assert history.history["val_loss"] == pytest.approx(expected)

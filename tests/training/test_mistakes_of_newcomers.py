@@ -295,9 +295,7 @@ def test_an_object_with_a_length_and_items_ends(s2: dj.MirroredStrategy):
     assert shapes == [(4, 3), (4, 3)]
 
 
-def test_replay_steps_leaves_the_refusal_of_a_partial_batch_to_the_step(
-    s2: dj.MirroredStrategy,
-):
+def test_replay_steps_leaves_the_refusal_of_a_partial_batch_to_the_step(s2: dj.MirroredStrategy):
     with s2.scope():
         make_model = dj.Model(nnx.BatchNorm(3, axis_name="data", rngs=nnx.Rngs(0)))
     make_model.compile("sgd", "mse")

@@ -1,4 +1,4 @@
-"""Overridden ``test_step`` and ``predict_step``."""
+"""Overridden ``train_step``, ``test_step`` and ``predict_step``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -53,3 +54,35 @@ def test_steps_for_evaluation_and_prediction(s4: dj.Strategy):
     wrong.compile()
     with pytest.raises(dj.ArgumentError, match=r"test_step returned .* a dict"):
         wrong.evaluate(X, Y, batch_size=11, verbose=0)
+
+
+class Distiller(dj.Model):
+    """Reads another module, a metric and a number, and updates a second module: all are its attributes."""
+
+    weight = 0.0
+
+    def train_step(self, batch: Any) -> Any:
+        x, y, _ = dj.unpack_x_y_sample_weight(batch)
+        self.seen.update_state(y[:, 0])
+        for module, optimizer in (self.module, self.optimizer), (self.second, self.of_second):
+            gradients = nnx.grad(lambda m: dj.compute_average_loss((m(x) - y)[:, 0] ** 2))(module)
+            optimizer.update(module, gradients)
+        return {"loss": dj.compute_average_loss(self.weight * self.teacher(x)[:, 0])}
+
+
+def test_a_step_reaches_what_a_subclass_adds(s4: dj.Strategy):
+    """Modules, optimizers and metrics are state; a number that a callback changes is that of the epoch."""
+    zeros = nnx.initializers.zeros
+    with s4.scope():
+        linear = [nnx.Linear(3, 1, kernel_init=zeros, rngs=nnx.Rngs(0)) for _ in range(3)]
+        model = Distiller(linear[0])
+        model.second, model.teacher, model.seen = linear[1], linear[2], dj.metrics.Mean()
+        model.of_second = dj.Optimizer(model.second, optax.sgd(0.1))
+    model.teacher.bias[...] += 1.0
+    model.compile(optax.sgd(0.1))
+    change = dj.callbacks.LambdaCallback(lambda epoch, _: setattr(model, "weight", float(epoch)))
+    history = model.fit(X, Y, batch_size=11, epochs=3, callbacks=[change], verbose=0).history
+    assert history["loss"] == pytest.approx([0.0, 1.0, 2.0])
+    assert float(model.seen.result()) == pytest.approx(float(Y.mean()), rel=1e-5)
+    assert np.array_equal(model.second.kernel[...], model.module.kernel[...])
+    assert np.any(model.second.kernel[...])

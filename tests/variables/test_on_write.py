@@ -319,9 +319,7 @@ def test_factors_for_one_row_are_multiplied(strategy: dj.Strategy, op: str, expe
     assert outside.numpy().tolist() == inside.numpy().tolist() == expected
 
 
-def test_after_each_step_all_replicas_have_the_same_bits(
-    s2: dj.MirroredStrategy,
-):
+def test_after_each_step_all_replicas_have_the_same_bits(s2: dj.MirroredStrategy):
     """Ten training steps; a counter of steps increases by one, not two."""
     counter = create(s2, 0, aggregation=Agg.ONLY_FIRST_REPLICA)
     with s2.scope():

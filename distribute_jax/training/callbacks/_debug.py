@@ -123,9 +123,8 @@ class TerminateOnNaN(Callback):
         self._pending.clear()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if (
-            len(self._pending) == CHECK_DELAY
-        ):  # a fixed delay: all processes of a job stop after the same batch
+        # A fixed delay: all processes of a job stop after the same batch.
+        if len(self._pending) == CHECK_DELAY:
             earlier, is_finite = self._pending.popleft()
             if not np.asarray(is_finite).all():
                 self._stop(f"batch {earlier}")

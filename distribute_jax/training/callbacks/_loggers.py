@@ -139,9 +139,8 @@ class _BatchLogger(_Logger):
         self._pending.clear()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if (
-            self._step_before is None
-        ):  # not in on_train_begin, where other callbacks restore the training
+        # Not in on_train_begin, where other callbacks restore the training.
+        if self._step_before is None:
             steps = int(np.asarray(self.model.optimizer.step[...]))
             self._step_before = steps - self.params["batches"]
 

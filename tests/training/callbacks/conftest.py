@@ -52,9 +52,8 @@ class Example:
         options = {"verbose": 0, "shuffle": False, **options}
         x, y = options.pop("x", self.x), options.pop("y", self.y)
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", ".*was compiled 5 times"
-            )  # for the sizes of all tests
+            # For the sizes of all tests.
+            warnings.filterwarnings("ignore", ".*was compiled 5 times")
             return self.model.fit(x, y, batch_size=batch_size, callbacks=list(callbacks), **options)
 
     @property
