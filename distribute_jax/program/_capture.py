@@ -10,10 +10,11 @@ import inspect
 import sys
 import textwrap
 import types
-from collections import ChainMap, UserDict, UserList
+from collections import ChainMap, UserDict, UserList, UserString
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import jax
@@ -241,7 +242,7 @@ def _collect_callable_object(fn: Any, captured: Captures) -> None:
 
 
 _HOLDERS = (
-    types.SimpleNamespace, argparse.Namespace, UserDict, UserList, ChainMap,
+    types.SimpleNamespace, argparse.Namespace, UserDict, UserList, UserString, ChainMap,
 )  # fmt: skip
 """Classes of the standard library that hold the user's values in attributes."""
 
@@ -281,16 +282,12 @@ class AttributeNames:
             self.names.update(attribute_names(code))
             self.all = self.all or reads_any_attribute(code)
 
-    def slots(self, value: Any) -> list[str]:
+    def slots(self, value: Any, *, every: bool) -> list[str]:
         """Returns the names of the slots that may be read."""
-        names = {
-            key
-            for owner in type(value).__mro__
-            if not is_library(owner.__module__)
-            for key, member in vars(owner).items()
-            if isinstance(member, types.MemberDescriptorType)
-        }
-        return sorted(key for key in names if key in self)
+        owners = [c for c in type(value).__mro__ if every or not is_library(c.__module__)]
+        members = chain.from_iterable(vars(owner).items() for owner in owners)
+        slots = {key for key, at in members if isinstance(at, types.MemberDescriptorType)}
+        return sorted(key for key in slots if every or key in self)
 
     def class_members(
         self, cls: type, *, every: bool, constructed: bool

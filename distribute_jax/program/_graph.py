@@ -6,10 +6,12 @@ import enum
 import functools
 import types
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any, cast
 
 import jax
@@ -94,11 +96,12 @@ class Walker:
         """Walks one value, stored at ``place``, and returns its key."""
         if isinstance(value, _PLAIN_TYPES):
             self.graph.statics[name] = value
-            return plain_key(value)
+            if is_library(type(value).__module__):
+                return plain_key(value)
         if isinstance(value, jax.Array):
             self.graph.arrays.append((name, place))
             return ("array", value.shape, value.dtype, getattr(value, "weak_type", False))
-        if isinstance(value, np.ndarray):
+        if isinstance(value, np.ndarray) and value.dtype != object:
             return self._numpy(value, name, place)
         if type(value) in _PROXIES:
             return IdentityKey(value)
@@ -118,6 +121,8 @@ class Walker:
             return (nnx.State, self._table(value.raw_mapping, name))
         if isinstance(value, _CONTAINERS):
             return self._container(value, name, place)
+        if isinstance(value, (*_PLAIN_TYPES, bytearray, array, np.ndarray)):
+            return self._value(value, name)
         if isinstance(value, (deque, ContextVar, weakref.ref, types.MappingProxyType)):
             _check_holds_no_numpy(value, name)
             return IdentityKey(value)
@@ -132,15 +137,26 @@ class Walker:
             return self._callable(value, name)
         return self._object(value, name)
 
-    def _numpy(self, array: np.ndarray[Any, Any], name: str, place: CapturePath) -> Any:
+    def _value(self, value: Any, name: str) -> Any:
+        """A number or string of the user's class, a NumPy array of objects, a buffer."""
+        if isinstance(value, _PLAIN_TYPES):
+            return (plain_key(value), self._attributes(value, name))
+        if isinstance(value, np.ndarray):
+            self.graph.guard.add_bytes(value.tobytes)
+            items = [(x, f"{name}.flat[{i}]", FixedValue(x)) for i, x in enumerate(value.flat)]
+            return (value.shape, *starmap(self.visit, items))
+        self.graph.guard.add_bytes(functools.partial(bytes, value))
+        return (type(value), getattr(value, "typecode", None), bytes(value))
+
+    def _numpy(self, numbers: np.ndarray[Any, Any], name: str, place: CapturePath) -> Any:
         """A small array is guarded and traced through a copy; a large one is an input."""
-        if place.can_set and array.nbytes > _MAX_CONSTANT_BYTES and is_numeric(array.dtype):
+        if place.can_set and numbers.nbytes > _MAX_CONSTANT_BYTES and is_numeric(numbers.dtype):
             self.graph.arrays.append((name, place))
-            return ("array", array.shape, array.dtype, False)
-        self.graph.guard.add_numpy(array)
+            return ("array", numbers.shape, numbers.dtype, False)
+        self.graph.guard.add_bytes(numbers.tobytes)
         if place.can_set:
             self.graph.copies.append(place)
-        return opaque_key(array)
+        return opaque_key(numbers)
 
     def _variable(self, variable: nnx.Variable[Any], name: str) -> Any:
         self.graph.variables.append(variable)
@@ -269,20 +285,18 @@ class Walker:
         if not isinstance(value, types.ModuleType):
             self.graph.guard.add_attribute(value, "__dict__")
             self.graph.guard.add_attribute(value, "__class__")
-            self.graph.guard.containers.append(table)
+            self.graph.guard.add_table(table)
             if every:
                 self.graph.guard.add_contents(table.keys())
-        # Code that iterates over all attributes depends on their order.
-        order = tuple(table) if every else ()
-        used = sorted(key for key in list(table) if every or key in self._used)
-        children = self._items(table, used, name)
+        children = self._items(table, sorted(k for k in [*table] if every or k in self._used), name)
         slots = []
-        for key in self._used.slots(value):
+        for key in self._used.slots(value, every=every):
             self.graph.guard.add_attribute(value, key)
             slot = AttributePath(value, key)
-            slots.append((key, self.visit(slot.get(), f"{name}.{key}", slot)))
-        of_class = self._class(type(value), name, every=False, hidden_by=table)
-        return (order, children, tuple(slots), of_class)
+            slots.append(self.visit(slot.get(), f"{name}.{key}", slot))
+        # Code that iterates over all attributes depends on their order.
+        order = tuple(table) if every else ()
+        return (order, children, *slots, self._class(type(value), name, every=False))
 
     def _items(self, table: dict[str, Any], keys: Iterable[str], name: str) -> Any:
         items = []
@@ -292,27 +306,13 @@ class Walker:
             items.append((key, self.visit(table[key], _attribute(name, key), ItemPath(table, key))))
         return tuple(items)
 
-    def _class(
-        self,
-        cls: type,
-        name: str,
-        *,
-        every: bool,
-        constructed: bool = False,
-        hidden_by: dict[str, Any] | None = None,
-    ) -> Any:
-        """Walks the methods and class attributes that a step may use, in the user's classes only.
-
-        An entry of ``hidden_by``, the ``__dict__`` of the object, hides that of the class, also if it is
-        added later.
-        """
+    def _class(self, cls: type, name: str, *, every: bool, constructed: bool = False) -> Any:
+        """Walks the methods and class attributes that a step may use, in the user's classes only."""
         members = []
         for owner, key, member in self._used.class_members(
             cls, every=every, constructed=constructed
         ):
             self.graph.guard.add_class_item(owner, key)
-            if hidden_by is not None:
-                self.graph.guard.add_item(hidden_by, key)
             function = function_of(member)
             if function is not None:
                 members.append(self.visit(function, f"{name}.{key}", FixedValue(function)))
@@ -329,13 +329,10 @@ def _element(container: Any, place: CapturePath, index: int, item: Any) -> Captu
 
 def _check_holds_no_numpy(holder: Any, name: str) -> None:
     """Refuses NumPy arrays in a container that is not followed; JAX's arrays are found in the trace."""
-    if isinstance(holder, ContextVar):
-        items = [holder.get(None)]
-    elif isinstance(holder, weakref.ref):
-        items = [holder()]
-    else:
-        items = list(holder.values() if isinstance(holder, types.MappingProxyType) else holder)
-    if any(isinstance(item, np.ndarray) for item in items):
+    items = holder.values() if isinstance(holder, types.MappingProxyType) else holder
+    if isinstance(holder, (ContextVar, weakref.ref)):
+        items = [holder.get(None) if isinstance(holder, ContextVar) else holder()]
+    if any(isinstance(item, np.ndarray) for item in list(items)):
         raise StaleCaptureError(_NOT_FOLLOWED.format(name=name, kind=type(holder).__name__))
 
 

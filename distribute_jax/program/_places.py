@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
-
-import numpy as np
 
 from distribute_jax._jax_private import metadata_entries, read_metadata
 
@@ -126,7 +124,8 @@ class IdentityGuard:
         self._variables: list[Any] = []
         self._with_metadata: list[Any] = []
         self._cells: list[types.CellType] = []
-        self._numpy: list[tuple[Any, bytes]] = []
+        self._bytes: list[tuple[Callable[[], Any], Any]] = []
+        self._tables: list[dict[str, Any]] = []
         self.containers: list[dict[Any, Any] | list[Any]] = []
         """The dicts and lists whose contents a step may change while it is traced."""
         self.weakly_typed: list[Any] = []
@@ -166,13 +165,19 @@ class IdentityGuard:
     def add_cells(self, cells: Iterable[types.CellType]) -> None:
         self._cells += cells
 
-    def add_numpy(self, array: np.ndarray[Any, Any]) -> None:
-        """Guards the numbers of a small NumPy array, which may be changed in place."""
-        self._numpy.append((array, array.tobytes()))
+    def add_bytes(self, read: Callable[[], Any]) -> None:
+        """Guards what may be changed in place, such as a small NumPy array: ``read`` returns a copy."""
+        self._bytes.append((read, read()))
+
+    def add_table(self, table: dict[str, Any]) -> None:
+        """Guards the number of attributes: code may ask whether there is one."""
+        self.containers.append(table)
+        self._tables.append(table)
 
     def seal(self) -> None:
         """Prepares the lists that ``read`` maps over, once everything is added."""
-        self._tables, self._keys = list(self._items.values()), [key for _, key in self._items]
+        self._item_tables, self._keys = list(self._items.values()), [key for _, key in self._items]
+        self._sizes = list(map(len, self._tables))
         self._class_tables = list(self._class_items.values())
         self._class_keys = [key for _, key in self._class_items]
         self._metadata = metadata_entries(self._variables)
@@ -183,7 +188,7 @@ class IdentityGuard:
         """Returns every guarded object that is there now."""
         return [
             *chain.from_iterable(self._iterables),
-            *map(dict.get, self._tables, self._keys),
+            *map(dict.get, self._item_tables, self._keys),
             *map(types.MappingProxyType.get, self._class_tables, self._class_keys),
             *map(getattr, self._owners, self._names, repeat(UNASSIGNED)),
             *chain.from_iterable(map(dict.values, read_metadata(self._with_metadata))),
@@ -191,10 +196,11 @@ class IdentityGuard:
         ]
 
     def is_unchanged_in_place(self) -> bool:
-        """True if no NumPy array was changed, no metadata added, and no weakly typed array got a dtype."""
+        """True if no bytes, no number of attributes or metadata, and no weakly typed array changed."""
         return (
             metadata_entries(self._variables) == self._metadata
-            and (not self._numpy or all(array.tobytes() == old for array, old in self._numpy))
+            and list(map(len, self._tables)) == self._sizes
+            and (not self._bytes or all(read() == old for read, old in self._bytes))
             and (not self.weakly_typed or all(map(_is_weakly_typed, self.weakly_typed)))
         )
 

@@ -6,17 +6,19 @@ The table is in docs/captured.md.
 from __future__ import annotations
 
 import argparse
+import array
 import contextvars
 import dataclasses
 import functools
 import threading
 import types
 import weakref
-from collections import ChainMap, UserDict, deque
+from collections import ChainMap, UserDict, UserString, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,16 +29,6 @@ from flax import nnx
 import distribute_jax as dj
 
 Way = tuple[Callable[[], Any], Callable[[Any], None]]
-
-
-def _namespace() -> Way:
-    held = argparse.Namespace(rate=1.0)
-    return lambda: held.rate, lambda new: setattr(held, "rate", new)
-
-
-def _simple_namespace() -> Way:
-    held = types.SimpleNamespace(optimizer=types.SimpleNamespace(rate=1.0))
-    return lambda: held.optimizer.rate, lambda new: setattr(held.optimizer, "rate", new)
 
 
 def _class_attribute() -> Way:
@@ -93,25 +85,10 @@ def _slots() -> Way:
     return lambda: held.rate, lambda new: setattr(held, "rate", new)
 
 
-def _user_dict() -> Way:
-    held = UserDict(rate=1.0)
-    return lambda: held["rate"], lambda new: held.update(rate=new)
-
-
-def _chain_map() -> Way:
-    below = {"rate": 1.0}
-    held = ChainMap({}, below)
-    return lambda: held["rate"], lambda new: below.update(rate=new)
-
-
 def _set() -> Way:
     held = {1.0}
 
-    def change(new: Any) -> None:
-        held.clear()
-        held.add(new)
-
-    return lambda: sum(held), change
+    return lambda: sum(held), lambda new: (held.clear(), held.add(new))[1]
 
 
 def _function_attribute() -> Way:
@@ -133,31 +110,9 @@ class Decorated:
         return self.rate
 
 
-def _decorator_of_a_class() -> Way:
-    @Decorated
-    def held() -> Any: ...
-
-    return held, lambda new: setattr(held, "rate", new)
-
-
 class Plain:
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
-
-
-def _written_name() -> Way:
-    held = Plain(rate=1.0)
-    return lambda: getattr(held, "rate"), lambda new: setattr(held, "rate", new)  # noqa: B009
-
-
-def _computed_name() -> Way:
-    held, which = Plain(learning_rate=1.0), "learning"
-    return (lambda: getattr(held, which + "_rate"), lambda new: setattr(held, "learning_rate", new))
-
-
-def _all_attributes() -> Way:
-    held = Plain(rate=1.0)
-    return lambda: sum(vars(held).values()), lambda new: setattr(held, "rate", new)
 
 
 class Forwarding:
@@ -171,16 +126,6 @@ class Forwarding:
 
     def __getitem__(self, name: str) -> Any:
         return self._store[name]
-
-
-def _forwarded_attribute() -> Way:
-    held = Forwarding()
-    return lambda: held.rate, lambda new: held._store.update(rate=new)
-
-
-def _forwarded_item() -> Way:
-    held = Forwarding()
-    return lambda: held["rate"], lambda new: held._store.update(rate=new)
 
 
 class Single(type):
@@ -208,24 +153,14 @@ def _replaced_dict() -> Way:
 
 def _replaced_class() -> Way:
     held = Plain()
-    return (
-        lambda: held.rate,
-        lambda new: setattr(held, "__class__", type("Other", (Plain,), {"rate": new})),
-    )
-
-
-def _partial_of_an_object() -> Way:
-    held = Plain(rate=1.0)
-    return functools.partial(lambda h: h.rate, held), lambda new: setattr(held, "rate", new)
+    made = partial(type, "Other", (Plain,))
+    return lambda: held.rate, lambda new: setattr(held, "__class__", made({"rate": new}))
 
 
 def _argument_of_a_partial() -> Way:
     held = functools.partial(lambda rate: rate, 1.0)
 
-    def change(new: Any) -> None:
-        held.__setstate__((held.func, (new,), {}, None))  # type: ignore[attr-defined]
-
-    return held, change
+    return held, lambda new: held.__setstate__((held.func, (new,), {}, None))  # type: ignore[attr-defined]
 
 
 def _default() -> Way:
@@ -235,7 +170,31 @@ def _default() -> Way:
     return read, lambda new: setattr(read, "__defaults__", (new,))
 
 
-WAYS = {
+def rate_of(held: Any, read: Callable[[Any], Any], owner: Any = None) -> Way:
+    return partial(read, held), partial(setattr, owner or held, "rate")
+
+
+def item_of(held: Any, read: Callable[[Any], Any], owner: Any = None) -> Way:
+    return partial(read, held), partial((owner or held).__setitem__, "rate")
+
+
+WAYS: dict[str, Callable[[], Way]] = {
+    "namespace": lambda: rate_of(argparse.Namespace(), lambda held: held.rate),
+    "written name": lambda: rate_of(Plain(), lambda held: getattr(held, "rate")),  # noqa: B009
+    "computed name": lambda: rate_of(Plain(), lambda held: getattr(held, "ra" + "te".lower())),
+    "all attributes": lambda: rate_of(Plain(), lambda held: sum(vars(held).values())),
+    "partial of an object": lambda: rate_of(Plain(), partial(lambda held: held.rate)),
+    "user dict": lambda: item_of(UserDict(), lambda held: held["rate"]),
+    "forwarded attribute": lambda: item_of(
+        made := Forwarding(), lambda held: held.rate, made._store
+    ),
+    "forwarded item": lambda: item_of(made := Forwarding(), lambda held: held["rate"], made._store),
+    "chain map": lambda: item_of(ChainMap({}, at := {"rate": 1.0}), lambda held: held["rate"], at),
+    "nested": lambda: rate_of(
+        Plain(a=(at := types.SimpleNamespace())), lambda held: held.a.rate, at
+    ),
+    "decorator of a class": lambda: rate_of(Decorated(lambda: None), lambda held: held()),
+} | {
     name.removeprefix("_").replace("_", " "): make
     for name, make in list(globals().items())
     if name.startswith("_") and isinstance(make, types.FunctionType)
@@ -317,6 +276,46 @@ def test_another_promotion_rule_is_another_program(s2: dj.MirroredStrategy):
     assert float(s2.run(step, args=args)) == 3.0
     with jax.numpy_dtype_promotion("strict"), pytest.raises(Exception, match="promotion"):
         s2.run(step, args=args)
+
+
+def _replaced(make: Callable[[Any], Any], read: Callable[[Any], Any]) -> Way:
+    held: dict[str, Any] = {}
+    return lambda: read(held["it"]), lambda new: held.update(it=make(new))
+
+
+def _attribute_that_may_be_missing() -> Way:
+    held = Plain()
+    return (
+        lambda: getattr(held, "rate", 2.0),
+        lambda new: vars(held).clear() if new == 2.0 else setattr(held, "rate", new),
+    )
+
+
+def _dropout(rate: float) -> Any:
+    return nnx.graphdef(nnx.Dropout(rate / 4, deterministic=True))
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda: _replaced(lambda x: flax.core.freeze({"rate": x}), lambda it: it["rate"]),
+        lambda: _replaced(_dropout, lambda it: nnx.merge(it, nnx.State({})).rate * 4),
+        lambda: _replaced(lambda x: type("Number", (float,), {"rate": x})(1.0), lambda it: it.rate),
+        lambda: _replaced(lambda x: UserString("x" * int(x)), len),
+        lambda: (partial(min, at := array.array("d", [1.0])), partial(at.__setitem__, 0)),
+        lambda: (partial(min, at := bytearray(1)), lambda new: at.__setitem__(0, int(new))),
+        lambda: item_of(np.array([at := {"rate": 1.0}]), lambda held: held[0]["rate"], at),
+        _attribute_that_may_be_missing,
+    ],
+)
+def test_a_number_in_slots_buffers_subclasses_and_new_attributes_is_seen(
+    s2: dj.MirroredStrategy, way: Callable[[], Way]
+):
+    """What a library's object, a buffer or a new attribute holds is watched, as a dict is."""
+    read, change = way()
+    for value in (2.0, 3.0, 2.0):
+        change(value)
+        assert float(s2.run(lambda: jnp.float32(read()))) == value
 
 
 # Holders that are not followed.
