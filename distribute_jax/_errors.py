@@ -1,45 +1,8 @@
 """Every exception of the library; warnings at the user's line, tracebacks without library frames.
 
-Each exception also derives from the builtin that a user of TensorFlow would catch::
-
-    DistributeError(Exception)
-    ├── ContextError(RuntimeError)          called in the wrong place: run inside run, under the user's jit
-    │   ├── IterationError(…, ValueError)   a dataset was iterated inside run
-    │   └── MixedStrategiesError            objects of two strategies were mixed
-    ├── DeadlockError(RuntimeError)         a collective that not every replica would reach
-    ├── DeadlineExceededError(TimeoutError) a process did not respond in time
-    ├── DonatedError(RuntimeError)          an array that was donated to a later step was read
-    ├── CancelledError(RuntimeError)         a closure did not run, since another one had failed
-    ├── EndOfDataError(StopIteration)        a worker's dataset has no more elements
-    ├── StepFailedError(RuntimeError)       the compiled step failed after its state was donated
-    ├── StepsSkippedError(ArithmeticError)  too many steps in a row had bad numbers
-    ├── BackendStartedError(RuntimeError)   JAX had started before the call that chooses devices
-    ├── ArgumentError(ValueError)           an argument has the wrong structure, shape or value
-    │   ├── TFConfigError(…, json.JSONDecodeError)  TF_CONFIG is not JSON
-    │   ├── ArgumentTypeError(…, TypeError) an argument has the wrong type
-    │   └── TaskConflictError(…, KeyError)  two clusters have different addresses for a task
-    ├── ClusterError(RuntimeError)          the environment does not describe the cluster correctly
-    │   ├── NoClusterError                  no cluster was detected
-    │   ├── ProcessesDifferError            processes differ where they must be equal
-    │   └── ServiceError                    a service did not answer, or refused a request
-    ├── ProcessFailedError(RuntimeError)    a process of a LocalCluster failed
-    ├── MissingPackageError(ImportError)    an optional package is not installed
-    ├── CheckpointError(ValueError)          a checkpoint cannot be saved, or does not fit the tree
-    │   ├── CheckpointDamagedError           the files are not what was saved
-    │   └── CheckpointFileError(…, OSError) the disk is full, read-only or not there
-    ├── OutOfSyncError(ValueError)          state would differ between replicas
-    ├── PaddingLeakError(ValueError)        the padding of a partial batch changed a result
-    ├── NotEqualError(ValueError)           the distributed step is not the step on one device
-    ├── StaleCaptureError(ValueError)       a captured array would become a constant
-    ├── PerReplicaError(ValueError)         a per-replica value was used as if it were one array
-    │   └── PerReplicaAttributeError(…, AttributeError)  an attribute that only arrays have
-    ├── PerReplicaTypeError(TypeError)      arithmetic on a per-replica value outside run
-    ├── TracedValueError(TypeError)         Python needed the value of a traced number
-    ├── LoweringError(NotImplementedError)  the chosen lowering cannot run under the strategy
-    └── UnsupportedError(NotImplementedError)  the strategy does not support an option
-
-Messages about a step or its data say what failed, where in the tree, what was received, the rule, and what
-to type next; messages about arguments are one line.
+Each exception is a ``DistributeError``, and the builtin that a user of TensorFlow would catch. Messages about
+a step or its data say what failed, where in the tree, what was received, the rule, and what to type next;
+messages about arguments are one line. ``docs/errors.md`` has the cause and the cure of each.
 """
 
 from __future__ import annotations
@@ -57,6 +20,13 @@ from types import FrameType, TracebackType
 
 class DistributeError(Exception):
     """The base class of the errors of this library."""
+
+    def __str__(self) -> str:
+        """Returns the message; one of several lines ends with the command that explains the error."""
+        text, command = super().__str__(), "distribute-jax explain"
+        if "\n" not in text or command in text or isinstance(self, ArgumentError):
+            return text
+        return f"{text.rstrip()}\nMore on this error: {command} {type(self).__name__}"
 
 
 class ContextError(DistributeError, RuntimeError):

@@ -126,7 +126,7 @@ def complete(app: Any, docname: str, source: list[str]) -> None:
     elif docname == "reference":
         source[0] += "\n" + toctree([f"api/{name}" for name in MODULES])
     elif docname == "command_line":
-        source[0] += "\n" + "\n".join(map(help_of, ("launch", "plan", "doctor", "demo")))
+        source[0] += "\n" + "\n".join(map(help_of, ("launch", "plan", "doctor", "explain", "demo")))
 
 
 def setup(app: Any) -> None:

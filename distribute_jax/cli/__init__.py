@@ -1,4 +1,4 @@
-"""The command ``distribute-jax``: ``launch``, ``plan``, ``doctor`` and ``demo``."""
+"""The command ``distribute-jax``: ``launch``, ``plan``, ``doctor``, ``explain`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in {*arguments[:1]} & {*_COMMANDS} or _COMMANDS:
         module = importlib.import_module(f"distribute_jax.cli._{name}")
         command = commands.add_parser(
-            name, help=module.HELP, description=module.DESCRIPTION, allow_abbrev=False,
+            name, help=module.HELP, allow_abbrev=False,
+            description=getattr(module, "DESCRIPTION", f"{module.HELP.capitalize()}."),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         command.set_defaults(run=module.run, command=command)
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-_COMMANDS = ("launch", "plan", "doctor", "demo")
+_COMMANDS = ("launch", "plan", "doctor", "explain", "demo")
 _DESCRIPTION = (
     "Starts training programs in many processes, plans them, and finds out why they do not start."
 )

@@ -20,7 +20,6 @@ from distribute_jax.testing import simulate
 from distribute_jax.training import Model
 
 HELP = "train a small model over simulated devices, or in the processes of launch"
-DESCRIPTION = HELP.capitalize() + "."
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

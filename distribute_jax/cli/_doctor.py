@@ -47,7 +47,6 @@ class Finding:
 
 
 HELP = "find what prevents a job from starting; the exit code is 1 if something must be fixed"
-DESCRIPTION = HELP.capitalize() + "."
 
 
 def add_options(command: argparse.ArgumentParser) -> None:

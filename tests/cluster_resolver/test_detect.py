@@ -57,7 +57,7 @@ def test_without_a_cluster_the_message_lists_what_was_looked_for(monkeypatch):
         assert line.strip().startswith(f"{resolver.__name__}: ")
     assert "(found RANK; missing WORLD_SIZE, MASTER_ADDR, MASTER_PORT)" in lines[3]
     assert "OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_RANK" in lines[4]
-    assert lines[-1].endswith("task_type='worker', task_id=0).")
+    assert lines[-2].endswith("task_type='worker', task_id=0).")
 
 
 def test_a_malformed_description_raises(monkeypatch):

@@ -978,7 +978,8 @@ def test_the_message_of_a_deadlock() -> None:
         "if one skips a collective, the others wait forever.\n"
         "Reduce the predicate first, so that all replicas decide the same:\n"
         "    dj.get_replica_context().all_reduce('sum', jnp.int32(pred)) > 0\n"
-        "or move the collective out of the branch or loop."
+        "or move the collective out of the branch or loop.\n"
+        "More on this error: distribute-jax explain DeadlockError"
     )
 
 
