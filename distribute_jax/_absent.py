@@ -231,6 +231,7 @@ _ABSENT: dict[str, dict[str, str]] = {
         "with_options": _OPTIONS,
         "zip": "from_arrays((x, y))",
     },
+    "dj.checkpoint": {"Checkpoint": "dj.CheckpointManager", "restore": "load"},
     "dj.ReplicaContext": {"devices": "nothing: JAX places the step; see strategy.mesh"},
     "dj.Strategy": {
         "batch_reduce": "strategy.extended.batch_reduce_to",

@@ -40,8 +40,8 @@ class Layout(enum.Enum):
 _HOW_TO_COMBINE = """\
 Use strategy.reduce('sum', value, axis=None) or strategy.gather(value, axis=0) for one array, \
 strategy.experimental_local_results(value) for a tuple of them, or reduce it in the step: \
-dj.get_replica_context().all_reduce('sum', x). A step that computes with it takes it in args, since \
-run divides its arguments alone: strategy.run(step, args=(value,))."""
+dj.get_replica_context().all_reduce('sum', x). A step is not called directly: \
+strategy.run(step, args=(value,)) calls it with the part of each replica."""
 
 
 def _no_arithmetic(self: DistributedValues, *_: object) -> NoReturn:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.metadata import version
+from pathlib import Path
+from textwrap import indent
+from typing import Any
 
-from distribute_jax._errors import DistributeError
+from distribute_jax._errors import ArgumentError, DistributeError
 from distribute_jax.launch import say
 
 __all__ = ["main"]
@@ -24,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar=f"{{{','.join(_COMMANDS)}}}")
     # Only the module of the command: a supervisor does not import JAX, which the others need.
     for name in {*arguments[:1]} & {*_COMMANDS} or _COMMANDS:
-        module = importlib.import_module(f"distribute_jax.cli._{name}")
+        place = __name__ if name == "explain" else f"{__name__}._{name}"
+        module: Any = importlib.import_module(place)
         command = commands.add_parser(
             name, help=module.HELP, allow_abbrev=False,
             description=getattr(module, "DESCRIPTION", f"{module.HELP.capitalize()}."),
@@ -52,3 +58,39 @@ _COMMANDS = ("launch", "plan", "doctor", "explain", "demo")
 _DESCRIPTION = (
     "Starts training programs in many processes, plans them, and finds out why they do not start."
 )
+
+# explain: prints the cause and the cure of an error, as docs/errors.md has them
+
+HELP = "print the cause and the cure of an error of the library; without a name, list them all"
+_PACKAGE = Path(__file__).parents[1]
+_PLACES = (_PACKAGE / "errors.md", _PACKAGE.parent / "docs" / "errors.md")
+"""A wheel has a copy of the page, a clone the page itself."""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("error", nargs="?", help="its name, such as OutOfSyncError")
+
+
+def run(options: argparse.Namespace) -> int:
+    page = next(place for place in _PLACES if place.exists()).read_text("utf-8")
+    errors = dict(re.findall(r"^### (\w+)\n\n(.*?)(?=\n\n##|\Z)", page, re.MULTILINE | re.DOTALL))
+    if options.error is None:
+        for name, text in errors.items():
+            cause = re.match(r"\(.*?\) (.*?)[.;:]\s", f"{text}\n", re.DOTALL)
+            print(f"{name}: {' '.join(cause[1].split()) if cause else text}")
+        return 0
+    asked = options.error.rpartition(".")[2]  # tracebacks show distribute_jax.OutOfSyncError
+    for name, text in errors.items():
+        if asked.lower() in (name.lower(), name.lower().removesuffix("error")):
+            print(f"{name} {_plain(text)}")
+            return 0
+    near = get_close_matches(asked, errors) or ["distribute-jax explain, which lists them"]
+    raise ArgumentError(f"There is no error {asked!r}. Did you mean {' or '.join(near)}?")
+
+
+def _plain(text: str) -> str:
+    """Returns Markdown as a terminal shows it: links with their addresses, and code indented."""
+    text = re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (docs/\2)", text)
+    return re.sub(
+        r"```\w+\n(.*?)\n```", lambda found: indent(found[1], "    "), text, flags=re.DOTALL
+    )

@@ -283,8 +283,8 @@ def check_call(args: Any, kwargs: Any, call: str = "strategy.run(fn") -> None:
     """Raises if arguments are in the wrong container; the message begins with the user's ``call``."""
     if not isinstance(args, (list, tuple)):
         raise ArgumentError(
-            f"{call}, args={_brief(args)}): args must be a list or tuple of positional "
-            "arguments. For a single one write args=(value,)."
+            f"{call}, args={_brief(args)}): args must be a list or tuple of positional arguments. For a "
+            f"single one write args=(value,), for several {call}, args=(x, y))."
         )
     if kwargs is not None and not isinstance(kwargs, dict):
         raise ArgumentError(

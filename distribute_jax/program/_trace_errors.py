@@ -255,9 +255,10 @@ def _argument_hints(call: Any, error: Exception) -> Iterator[str]:
     """Yields what is wrong with args: they do not fit the signature, or are divided as for ``pmap``."""
     args, kwargs = jax.tree.unflatten(call.arguments.treedef, call.arguments.leaves)
     if isinstance(error, TypeError) and not takes(call.fn, *args, **kwargs):
+        named = f" and {', '.join(kwargs)} in kwargs" if kwargs else ""
         yield (
-            f"strategy.run called {step_name(call.fn)} with the {len(args)} values in args; a batch of "
-            "several arrays that is one argument goes into a tuple, args=(batch,)."
+            f"strategy.run called {step_name(call.fn)} with the {len(args)} values in args{named}; a batch "
+            "of several arrays that is one argument goes into a tuple, args=(batch,)."
         )
         return
     replicas = call.strategy.num_replicas_in_sync
@@ -291,7 +292,7 @@ def module_hint(error: Exception) -> str:
         return ""
     calls = " -> ".join(dict.fromkeys(type(module).__name__ for module in modules))
     width = getattr(modules[-1], "in_features", None)
-    wanted = f" Its inputs have {width} features in the last dim." if width is not None else ""
+    wanted = "" if width is None else f" It takes inputs whose last dim is {width}."
     return f"{_HAPPENED}{calls}, called with {', '.join(shapes)}.{wanted}"
 
 

@@ -23,12 +23,11 @@ def test_an_error_is_explained_with_cause_cure_and_example(asked, capsys):
     text = capsys.readouterr().out
     for part in ("OutOfSyncError (`ValueError`)", 'all_reduce("sum"', "docs/how_run", "    >>> "):
         assert part in text
-    assert "```" not in text
 
 
 def test_the_nearest_name_is_suggested(capfd):
     assert main(["explain", "OutOfSnycError"]) == 1
-    assert "Did you mean 'OutOfSyncError'" in capfd.readouterr().err
+    assert "Did you mean OutOfSyncError?" in capfd.readouterr().err
 
 
 def test_a_message_of_several_lines_names_the_command_once():

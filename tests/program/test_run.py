@@ -99,7 +99,9 @@ def test_a_bound_object_that_is_returned_is_itself(s2: dj.MirroredStrategy):
 
 @pytest.mark.parametrize("args", [3, "ab", None, {"x": 1}, jnp.ones(2)])
 def test_args_must_be_a_tuple(s2: dj.MirroredStrategy, args: object):
-    with pytest.raises(ValueError, match=r"args must be a list or tuple"):
+    with pytest.raises(
+        ValueError, match=r"args must be a list or tuple.*for several strategy\.run"
+    ):
         s2.run(lambda x: x, args=args)
 
 

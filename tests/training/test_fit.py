@@ -394,6 +394,7 @@ def test_invalid_arguments_are_refused(s4: dj.MirroredStrategy):
         (lambda: model.compile("adam", {"a": "mse"}, loss_weights=[1.0]), "loss_weights"),
         (lambda: dj.Model(linen.Dense(2)), "sample input"),
         (lambda: dj.Model(Net(), X[:1]), "sample_input"),
+        (lambda: dj.Model([Net()]), r"got a list.*nnx\.Sequential"),
         (lambda: dj.Model(print), "nnx.Module"),
     ]
     for call, text in cases:

@@ -98,10 +98,10 @@ WRONG: dict[str, tuple[Mistake, str]] = {
     ),
     "width in fit": (
         lambda s, _: classifier(s, 5).fit(X, Y, verbose=0),
-        r"in Sequential -> Linear, called with float32\[8,3\]. Its inputs have 5 features",
+        r"in Sequential -> Linear, called with float32\[8,3\]. It takes inputs whose last dim is 5",
     ),
-    "width in predict": (lambda s, _: classifier(s, 5).predict(X), r"float32\[8,3\]. Its inputs"),
-    "width in a call": (lambda s, _: classifier(s, 5)(X), r"float32\[16,3\]. Its inputs"),
+    "width in predict": (lambda s, _: classifier(s, 5).predict(X), r"float32\[8,3\]. It takes inputs"),
+    "width in a call": (lambda s, _: classifier(s, 5)(X), r"float32\[16,3\]. It takes inputs"),
     "width of Linen": (
         lambda s, _: linen_model(s).fit(X[:, :2], Y, verbose=0), r"Dense, called with float32\[8,2\]"
     ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import os
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +14,13 @@ import numpy as np
 from flax import nnx
 
 from distribute_jax._checks import check_choice, check_int, converting, refuse
-from distribute_jax._errors import ArgumentError, OutOfSyncError, PaddingLeakError, log_once
+from distribute_jax._errors import (
+    ArgumentError,
+    OutOfSyncError,
+    PaddingLeakError,
+    log_once,
+    warn_user,
+)
 from distribute_jax._mesh import on_host
 from distribute_jax._messages import is_array
 from distribute_jax.collectives._check_in_sync import Hashes, as_bits, heal
@@ -76,10 +81,9 @@ class ProfilerCallback(Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._release()
         if self.params["batches"] <= self.first:
-            warnings.warn(
+            warn_user(
                 f"ProfilerCallback(batches=({self.first}, {self.last})) recorded nothing: the training had "
-                f"{self.params['batches']} batches.",
-                stacklevel=2,
+                f"{self.params['batches']} batches."
             )
 
     def _wait(self) -> None:
@@ -148,7 +152,7 @@ class TerminateOnNaN(Callback):
         self.message = f"The loss is no longer finite (seen in {when}); the training ends. {where}"
         self.model.stop_training = True
         if is_chief():
-            warnings.warn(self.message, RuntimeWarning, stacklevel=2)
+            warn_user(self.message, RuntimeWarning)
 
 
 def _first_nonfinite(node: nnx.Pytree, root: str = "") -> str | None:
@@ -235,7 +239,7 @@ class CheckInSync(Callback):
             heal(self._tree())
             if is_chief():
                 text = f"The copies of the majority were taken for these.\n{error}"
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
+                warn_user(text, RuntimeWarning)
 
 
 _PARTIAL_BATCH = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import os
 import time
-import warnings
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import numpy as np
 
 from distribute_jax import summary
 from distribute_jax._checks import check_choice, check_int, refuse
-from distribute_jax._errors import ArgumentError, MissingPackageError
+from distribute_jax._errors import ArgumentError, MissingPackageError, warn_user
 from distribute_jax._mesh import on_host
 from distribute_jax.processes import is_chief
 from distribute_jax.training._progress import format_scalars
@@ -43,10 +42,9 @@ class _Logger(Callback):
             yield
         except self._write_errors as error:
             self._has_failed = True
-            warnings.warn(
+            warn_user(
                 f"{type(self).__name__} can no longer write ({error}); the training continues without it.",
                 RuntimeWarning,
-                stacklevel=3,
             )
 
 

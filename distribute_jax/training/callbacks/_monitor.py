@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from distribute_jax._checks import (
     refuse,
     takes,
 )
-from distribute_jax._errors import ArgumentError
+from distribute_jax._errors import ArgumentError, warn_user
 from distribute_jax.processes import is_chief
 from distribute_jax.training.callbacks._callback import Callback
 
@@ -48,11 +47,10 @@ class Monitor(Callback):
         logs = logs or {}
         if self.monitor not in logs:
             if not self.was_logged:
-                warnings.warn(
+                warn_user(
                     f"{type(self).__name__} monitors {self.monitor!r}, which is not in the logs, so it "
                     f"{otherwise}. The logs have: {', '.join(logs) or 'nothing'}."
-                    + (" Pass validation_data to fit." if self.monitor.startswith("val_") else ""),
-                    stacklevel=2,
+                    + (" Pass validation_data to fit." if self.monitor.startswith("val_") else "")
                 )
             return None
         self.was_logged = True
@@ -418,10 +416,9 @@ class LearningRateFinder(Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if not self.model.stop_training:
-            warnings.warn(
+            warn_user(
                 f"LearningRateFinder tried {len(self.rates)} of {len(self._rates_to_try)} rates, since there "
-                "were no more batches. Pass more epochs to fit.",
-                stacklevel=2,
+                "were no more batches. Pass more epochs to fit."
             )
         smooth = self.losses[_NUM_IGNORED:-1]
         if len(smooth) > 1:

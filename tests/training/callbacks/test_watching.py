@@ -143,8 +143,9 @@ def test_a_rate_that_is_not_state_is_refused_before_the_first_step(s2: Any):
 def test_a_missing_number_warns_with_the_available_ones(example: Any, callback: Any):
     with pytest.warns(
         UserWarning, match=r"monitors 'val_loss'.*The logs have: loss.*validation_data"
-    ):
+    ) as caught:
         assert len(example.fit(callback("val_loss"), epochs=2).epoch) == 2
+    assert not caught[0].filename.startswith(dj.__path__[0])
 
 
 def test_epochs_without_validation_do_not_warn(example: Any, feed: Any):
