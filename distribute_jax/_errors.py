@@ -209,8 +209,7 @@ def _users_frame() -> tuple[int, FrameType | None]:
 
 VARIABLE = "DISTRIBUTE_JAX_FULL_TRACEBACK"
 
-_CALLED = (contextlib.__file__, f"flax{os.sep}nnx{os.sep}graphlib.py", f"nnx{os.sep}transforms")
-"""What the library calls that only calls back: its frames are hidden as well."""
+_CALLS_BACK = (contextlib.__file__, f"flax{os.sep}nnx{os.sep}graphlib.py", f"nnx{os.sep}transforms")
 _JAX_NOTE = "JAX has removed its internal frames"
 
 
@@ -242,7 +241,7 @@ def _without_library(traceback: TracebackType | None) -> TracebackType | None:
     hidden = False
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
-        hidden = file.startswith(_PACKAGE) or (hidden and any(part in file for part in _CALLED))
+        hidden = file.startswith(_PACKAGE) or (hidden and any(part in file for part in _CALLS_BACK))
         if not hidden:
             frames.append(traceback)
         traceback = traceback.tb_next

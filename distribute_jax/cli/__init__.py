@@ -29,8 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar=f"{{{','.join(_COMMANDS)}}}")
     # Only the module of the command: a supervisor does not import JAX, which the others need.
     for name in {*arguments[:1]} & {*_COMMANDS} or _COMMANDS:
-        place = __name__ if name == "explain" else f"{__name__}._{name}"
-        module: Any = importlib.import_module(place)
+        module: Any = importlib.import_module(__name__ + f"._{name}" * (name != "explain"))
         command = commands.add_parser(
             name, help=module.HELP, allow_abbrev=False,
             description=getattr(module, "DESCRIPTION", f"{module.HELP.capitalize()}."),
@@ -55,15 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 _COMMANDS = ("launch", "plan", "doctor", "explain", "demo")
-_DESCRIPTION = (
-    "Starts training programs in many processes, plans them, and finds out why they do not start."
-)
-
-# explain: prints the cause and the cure of an error, as docs/errors.md has them
-
+_DESCRIPTION = "Starts training programs in many processes, plans them, and explains what fails."
+# The command explain, which prints from docs/errors.md:
 HELP = "print the cause and the cure of an error of the library; without a name, list them all"
-_PACKAGE = Path(__file__).parents[1]
-_PLACES = (_PACKAGE / "errors.md", _PACKAGE.parent / "docs" / "errors.md")
+
+_PLACES = [Path(__file__).parents[n] / at for n, at in ((1, "errors.md"), (2, "docs/errors.md"))]
 """A wheel has a copy of the page, a clone the page itself."""
 
 
@@ -73,24 +68,21 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     page = next(place for place in _PLACES if place.exists()).read_text("utf-8")
+    # Links with their addresses, and code indented, as a terminal shows them.
+    page = re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (docs/\2)", page)
+    page = re.sub(
+        r"```\w+\n(.*?)\n```", lambda code: indent(code[1], "    "), page, flags=re.DOTALL
+    )
     errors = dict(re.findall(r"^### (\w+)\n\n(.*?)(?=\n\n##|\Z)", page, re.MULTILINE | re.DOTALL))
-    if options.error is None:
-        for name, text in errors.items():
-            cause = re.match(r"\(.*?\) (.*?)[.;:]\s", f"{text}\n", re.DOTALL)
-            print(f"{name}: {' '.join(cause[1].split()) if cause else text}")
-        return 0
-    asked = options.error.rpartition(".")[2]  # tracebacks show distribute_jax.OutOfSyncError
+    asked = str(options.error).rpartition(".")[2]  # tracebacks show distribute_jax.OutOfSyncError
     for name, text in errors.items():
-        if asked.lower() in (name.lower(), name.lower().removesuffix("error")):
-            print(f"{name} {_plain(text)}")
+        if options.error is None:
+            cause = re.split(r"[.;:]\s", f"{text.partition(') ')[2]}\n")[0]
+            print(f"{name}: {' '.join(cause.split())}")
+        elif asked.lower() in (name.lower(), name.lower().removesuffix("error")):
+            print(f"{name} {text}")
             return 0
+    if options.error is None:
+        return 0
     near = get_close_matches(asked, errors) or ["distribute-jax explain, which lists them"]
     raise ArgumentError(f"There is no error {asked!r}. Did you mean {' or '.join(near)}?")
-
-
-def _plain(text: str) -> str:
-    """Returns Markdown as a terminal shows it: links with their addresses, and code indented."""
-    text = re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (docs/\2)", text)
-    return re.sub(
-        r"```\w+\n(.*?)\n```", lambda found: indent(found[1], "    "), text, flags=re.DOTALL
-    )

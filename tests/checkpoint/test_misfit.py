@@ -163,5 +163,5 @@ def test_missing_steps_and_folders_are_errors(tmp_path: Path) -> None:
         manager.restore(4, {"x": 1})
     with pytest.raises(dj.CheckpointError, match="There is no checkpoint at"):
         load(tmp_path / "other", {"x": 1})
-    with pytest.raises(dj.ArgumentTypeError, match="save: path must be a path; got {"):
+    with pytest.raises(dj.ArgumentTypeError, match="save: path must be a path; got"):
         dj.checkpoint.save({"x": 1}, tmp_path / "other")
