@@ -19,10 +19,9 @@ from types import FrameType, TracebackType
 
 
 class DistributeError(Exception):
-    """The base class of the errors of this library."""
+    """The base class of the errors of this library; long messages end with the command that explains them."""
 
     def __str__(self) -> str:
-        """Returns the message; one of several lines ends with the command that explains the error."""
         text, command = super().__str__(), "distribute-jax explain"
         if "\n" not in text or command in text or isinstance(self, ArgumentError):
             return text
@@ -118,9 +117,7 @@ class DeadlineExceededError(DistributeError, TimeoutError):
 class ServiceError(ClusterError):
     """A service that knows the cluster did not answer in time, or refused a request.
 
-    Args:
-        message: the text of the error.
-        status: the HTTP status of a refusal; None if there was no answer.
+    ``status`` is the HTTP status of a refusal; None if there was no answer.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:

@@ -55,11 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 _COMMANDS = ("launch", "plan", "doctor", "explain", "demo")
 _DESCRIPTION = "Starts training programs in many processes, plans them, and explains what fails."
-# The command explain, which prints from docs/errors.md:
+# The command explain, which prints from docs/errors.md, of which a wheel has a copy:
 HELP = "print the cause and the cure of an error of the library; without a name, list them all"
 
 _PLACES = [Path(__file__).parents[n] / at for n, at in ((1, "errors.md"), (2, "docs/errors.md"))]
-"""A wheel has a copy of the page, a clone the page itself."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -70,9 +69,7 @@ def run(options: argparse.Namespace) -> int:
     page = next(place for place in _PLACES if place.exists()).read_text("utf-8")
     # Links with their addresses, and code indented, as a terminal shows them.
     page = re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (docs/\2)", page)
-    page = re.sub(
-        r"```\w+\n(.*?)\n```", lambda code: indent(code[1], "    "), page, flags=re.DOTALL
-    )
+    page = re.sub(r"```\w+\n(.*?)\n```", lambda m: indent(m[1], "    "), page, flags=re.DOTALL)
     errors = dict(re.findall(r"^### (\w+)\n\n(.*?)(?=\n\n##|\Z)", page, re.MULTILINE | re.DOTALL))
     asked = str(options.error).rpartition(".")[2]  # tracebacks show distribute_jax.OutOfSyncError
     for name, text in errors.items():

@@ -255,10 +255,9 @@ def _argument_hints(call: Any, error: Exception) -> Iterator[str]:
     """Yields what is wrong with args: they do not fit the signature, or are divided as for ``pmap``."""
     args, kwargs = jax.tree.unflatten(call.arguments.treedef, call.arguments.leaves)
     if isinstance(error, TypeError) and not takes(call.fn, *args, **kwargs):
-        named = f" and {', '.join(kwargs)} in kwargs" if kwargs else ""
         yield (
-            f"strategy.run called {step_name(call.fn)} with the {len(args)} values in args{named}; a batch "
-            "of several arrays that is one argument goes into a tuple, args=(batch,)."
+            f"strategy.run called {step_name(call.fn)} with {len(args)} values in args, {len(kwargs)} in "
+            "kwargs; a batch of several arrays that is one argument goes into a tuple, args=(batch,)."
         )
         return
     replicas = call.strategy.num_replicas_in_sync

@@ -265,9 +265,7 @@ def as_nnx(module: Any, sample_input: PyTree, rngs: Any, strategy: Strategy) -> 
     if not isinstance(module, linen.Module):
         raise ArgumentError(
             "dj.Model: module must be an instance of an nnx.Module, or of a Linen module with a "
-            f"sample_input; got {leaf_text(module)}."
-            + " For a list of layers write nnx.Sequential(*layers)."
-            * isinstance(module, list)
+            f"sample_input; got {leaf_text(module)}. Layers go into nnx.Sequential(*layers)."
         )
     if any(not is_array(leaf) for leaf in jax.tree.leaves(sample_input)):
         refuse("dj.Model: sample_input", "an array or a pytree of arrays, as x[:1]", sample_input)

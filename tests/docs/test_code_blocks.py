@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import distribute_jax as dj
-
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOTEBOOKS = sorted((ROOT / "docs").glob("*.ipynb"))
@@ -97,23 +95,6 @@ def test_every_page_and_notebook_is_in_the_list_of_the_tour() -> None:
     listed = (ROOT / "docs" / "index.md").read_text("utf-8").partition("## All pages")[2]
     pages = {page.name for page in [*PAGES[1:], *NOTEBOOKS]} - {"index.md"}
     assert set(re.findall(r"\]\(([\w/.]+)\)", listed)) == pages
-
-
-def test_every_error_has_its_cause_and_its_cure() -> None:
-    """In docs/errors.md, under its name, with the builtin errors that it is."""
-    text = (ROOT / "docs" / "errors.md").read_text("utf-8")
-    told = dict(re.findall(r"^### (\w+)\n\n\((.*?)\) ", text, re.MULTILINE))
-    errors = [getattr(dj, name) for name in dj.__all__ if name.endswith("Error")]
-    bases = {
-        error.__name__: ", ".join(
-            f"`{'json.' * (base.__module__ == 'json.decoder')}{base.__name__}`"
-            for base in error.__bases__
-            if base is not dj.DistributeError
-        )
-        for error in errors
-        if error is not dj.DistributeError
-    }
-    assert told == bases
 
 
 def test_no_notebook_has_outputs() -> None:

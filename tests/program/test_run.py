@@ -42,9 +42,6 @@ def built(strategy: dj.Strategy) -> Linear:
         return Linear(nnx.Rngs(0))
 
 
-# Results
-
-
 def test_results_that_differ_are_per_replica(s2: dj.MirroredStrategy):
     ids = s2.run(replica_id)
     assert isinstance(ids, dj.PerReplica)
@@ -94,14 +91,9 @@ def test_a_bound_object_that_is_returned_is_itself(s2: dj.MirroredStrategy):
     assert weight is model.w
 
 
-# Arguments
-
-
 @pytest.mark.parametrize("args", [3, "ab", None, {"x": 1}, jnp.ones(2)])
 def test_args_must_be_a_tuple(s2: dj.MirroredStrategy, args: object):
-    with pytest.raises(
-        ValueError, match=r"args must be a list or tuple.*for several strategy\.run"
-    ):
+    with pytest.raises(ValueError, match=r"args must be a list or tuple.*for several"):
         s2.run(lambda x: x, args=args)
 
 
@@ -199,9 +191,6 @@ def test_python_that_needs_a_traced_value_is_explained(s2: dj.MirroredStrategy):
         with pytest.raises(TypeError, match=r"functools\.partial"):
             s2.run(step, args=(3,))
     assert s2.run(functools.partial(size, 3)).shape == (3,)
-
-
-# State
 
 
 def binders(strategy: dj.Strategy):
@@ -416,9 +405,6 @@ def test_a_plain_function_of_params_works_as_arguments_and_results(strategy: dj.
     assert int(opt_state[0].count) == 2
 
 
-# Programs
-
-
 def test_a_new_lambda_of_the_same_code_hits_the_cache(s2: dj.MirroredStrategy):
     model = built(s2)
     for _ in range(5):
@@ -515,9 +501,6 @@ def test_the_number_of_cached_programs_is_limited(
         for n in range(8):
             s2.run(lambda: n)  # noqa: B023
     assert s2._runner.programs() == 6
-
-
-# Mistakes
 
 
 def test_an_error_in_a_step_is_raised_and_leaves_state_unchanged(s2: dj.MirroredStrategy):

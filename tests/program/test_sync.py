@@ -757,9 +757,6 @@ def test_marks_name_sources_with_the_users_line() -> None:
     assert mark == {"x", f"axis_index at test_sync.py:{line}", f"ppermute at test_sync.py:{line}"}
 
 
-# Training steps
-
-
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.inner = nnx.Linear(4, 8, rngs=rngs)
@@ -821,9 +818,6 @@ def test_a_carry_that_only_starts_as_zeros_is_not_zero(later: float) -> None:
             marks_of(program)
     else:
         assert not any(marks_of(program))
-
-
-# Deadlocks
 
 
 def many_times(w: Any, x: Any) -> Any:
@@ -981,9 +975,6 @@ def test_the_message_of_a_deadlock() -> None:
         "or move the collective out of the branch or loop.\n"
         "More on this error: distribute-jax explain DeadlockError"
     )
-
-
-# Speed
 
 
 def test_bodies_are_cached_by_their_marks(monkeypatch: pytest.MonkeyPatch) -> None:
