@@ -300,8 +300,8 @@ def _dropout(rate: float) -> Any:
     [
         lambda: _replaced(lambda x: flax.core.freeze({"rate": x}), lambda it: it["rate"]),
         lambda: _replaced(_dropout, lambda it: nnx.merge(it, nnx.State({})).rate * 4),
-        lambda: _replaced(lambda x: type("Number", (float,), {"rate": x})(1.0), lambda it: it.rate),
-        lambda: _replaced(lambda x: UserString("x" * int(x)), len),
+        lambda: rate_of(type("Number", (float,), {})(1.0), lambda held: held.rate),
+        lambda: (partial(len, at := UserString("")), lambda x: setattr(at, "data", "x" * int(x))),
         lambda: (partial(min, at := array.array("d", [1.0])), partial(at.__setitem__, 0)),
         lambda: (partial(min, at := bytearray(1)), lambda new: at.__setitem__(0, int(new))),
         lambda: item_of(np.array([at := {"rate": 1.0}]), lambda held: held[0]["rate"], at),
