@@ -109,7 +109,7 @@ class CheckpointManager:
     @property
     def directory(self) -> Path | str:
         """The directory of the steps: a path, or the URL of an object store as a str."""
-        return self._directory.place
+        return self._directory.path
 
     # Saving
 
@@ -301,7 +301,7 @@ class CheckpointManager:
         number = _steps.checked_step(_RESTORE, step, tree)
 
         def check_exists() -> None:
-            if not self._directory.holds(str(number)):
+            if not self._directory.exists(str(number)):
                 steps = _steps.complete(self._directory)
                 there = f"There are {steps}." if steps else "It has no checkpoint."
                 raise CheckpointError(f"There is no step {number} in {self._directory}. {there}")
@@ -359,7 +359,7 @@ class CheckpointManager:
         return tree
 
     def _set_aside(self, step: int, error: CheckpointDamagedError) -> None:
-        if not self._directory.holds(str(step)):  # another program removed an old step
+        if not self._directory.exists(str(step)):  # another program removed an old step
             return
         aside = self._directory.set_aside(str(step))
         where = f"set aside as {aside}" if aside else "left where it is, for want of rights"

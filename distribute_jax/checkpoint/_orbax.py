@@ -182,28 +182,28 @@ The names and shapes of the module and of the one that was saved must be the sam
 
 def find_flax_folder(path: str | os.PathLike[str]) -> Path | None:
     """Returns the folder of the one tree that Orbax has written at a path; None if there is none."""
-    place = Path(path)
-    if (place / _TREE_METADATA).exists():
-        return place.absolute()
-    if not (place / _CHECKPOINT_METADATA).exists():
+    folder = Path(path)
+    if (folder / _TREE_METADATA).exists():
+        return folder.absolute()
+    if not (folder / _CHECKPOINT_METADATA).exists():
         steps = sorted(
             int(p.parent.name)
-            for p in place.glob(f"*/{_CHECKPOINT_METADATA}")
+            for p in folder.glob(f"*/{_CHECKPOINT_METADATA}")
             if p.parent.name.isdigit()
         )
         if steps:
             raise CheckpointError(
-                f"{place} has Orbax checkpoints of steps {', '.join(map(str, steps))}. Give the path of one: "
-                f"{place / str(steps[-1])}"
+                f"{folder} has Orbax checkpoints of steps {', '.join(map(str, steps))}. Give the path of "
+                f"one: {folder / str(steps[-1])}"
             )
         return None
-    items = sorted(item.name for item in place.iterdir() if (item / _TREE_METADATA).exists())
+    items = sorted(item.name for item in folder.iterdir() if (item / _TREE_METADATA).exists())
     if len(items) != 1:
         raise CheckpointError(
-            f"{place} is an Orbax checkpoint of {len(items)} trees ({', '.join(items)}). Give the path "
+            f"{folder} is an Orbax checkpoint of {len(items)} trees ({', '.join(items)}). Give the path "
             "of the one that has the weights."
         )
-    return place.absolute() / items[0]
+    return folder.absolute() / items[0]
 
 
 def _read(folder: Path, wanted: Mapping[str, Any] | None = None) -> Any:

@@ -41,7 +41,7 @@ from distribute_jax.checkpoint._manifest import (
 )
 from distribute_jax.checkpoint._orbax import Sizes, byte_count, from_stored, read_arrays, read_bytes
 from distribute_jax.checkpoint._storage import Directory
-from distribute_jax.checkpoint._write import is_divided
+from distribute_jax.checkpoint._write import is_sharded
 from distribute_jax.variables import Variable, components_for
 
 _MISFIT = """\
@@ -57,7 +57,7 @@ Box = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Saved:
+class StoredLeaf:
     """A leaf, as far as this process has read it."""
 
     record: Record
@@ -114,7 +114,7 @@ def local_boxes(array: jax.Array, shape: Sequence[int]) -> dict[Any, Box]:
 
 def needed_parts(record: Record, current: Any) -> list[Part]:
     """Returns the parts that this process needs for its shards of the present value."""
-    if len(record.parts) < 2 or not is_divided(current):
+    if len(record.parts) < 2 or not is_sharded(current):
         return list(record.parts)
     boxes = local_boxes(current, record.shape).values()
     return [part for part in record.parts if any(intersection(part.box, box) for box in boxes)]
@@ -138,7 +138,7 @@ def manifest_of(directory: Directory, name: str) -> Manifest:
 
 def read_leaves(
     directory: Directory, name: str, manifest: Manifest, slots: Sequence[Slot]
-) -> list[Saved]:
+) -> list[StoredLeaf]:
     """Reads the parts that this process needs for a tree that fits, and verifies their digests."""
     where = directory.path_of(name)
     current = {slot.spec.path: slot.current for slot in slots}
@@ -161,7 +161,7 @@ def read_leaves(
         return from_stored(folder, record.spec.path, data, record.dtype, part.shape)
 
     leaves = [
-        Saved(record, [(part, array_of(record, part)) for part in parts])
+        StoredLeaf(record, [(part, array_of(record, part)) for part in parts])
         for record, parts in zip(manifest.leaves, parts_of, strict=True)
     ]
     changed = [leaf.record.spec.path for leaf in leaves if not _is_intact(leaf)]
@@ -188,7 +188,7 @@ def _read_folder(
         return (read_bytes if by_bytes else read_arrays)(local, sizes)
 
 
-def _is_intact(leaf: Saved) -> bool:
+def _is_intact(leaf: StoredLeaf) -> bool:
     if not leaf.record.dtype:
         return digest_of(leaf.record.text) == leaf.record.sha256
     return all(digest_of(data) == part.sha256 for part, data in leaf.parts)
@@ -259,22 +259,22 @@ def _conflicts_of_shared_variables(
             )
 
 
-def new_values(leaves: Sequence[Saved], slots: Sequence[Slot]) -> list[Any]:
+def new_values(leaves: Sequence[StoredLeaf], slots: Sequence[Slot]) -> list[Any]:
     """Creates the new value of each slot, in the sharding of the present one, without setting it."""
     saved = {leaf.record.spec.path: leaf for leaf in leaves}
     with outside_mesh():  # so that an open scope has no influence on the sharding
         return [_new_value(saved[slot.spec.path], slot) for slot in slots]
 
 
-def _new_value(saved: Saved, slot: Slot) -> Any:
+def _new_value(leaf: StoredLeaf, slot: Slot) -> Any:
     current, spec = slot.current, slot.spec
-    if is_divided(current):
-        return _divided(saved, slot)
-    data = saved.value()
-    if not saved.record.dtype:
+    if is_sharded(current):
+        return _sharded(leaf, slot)
+    data = leaf.value()
+    if not leaf.record.dtype:
         if spec.kind == ITERATOR:
             return data
-        data = python_value(saved.record.spec, data)
+        data = python_value(leaf.record.spec, data)
         if spec.kind != ARRAY:
             return data
         data = np.asarray(data).astype(spec.dtype)
@@ -290,11 +290,11 @@ def _new_value(saved: Saved, slot: Slot) -> Any:
     return jnp.asarray(data) if is_jax else data[()]
 
 
-def _divided(saved: Saved, slot: Slot) -> jax.Array:
-    """Makes an array that the processes hold together: each puts what its devices hold."""
+def _sharded(leaf: StoredLeaf, slot: Slot) -> jax.Array:
+    """Returns an array sharded over the processes, each of which places what its devices store."""
     current, parts = slot.current, []
-    for device, box in local_boxes(current, saved.record.shape).items():
-        data = saved.box(box)
+    for device, box in local_boxes(current, leaf.record.shape).items():
+        data = leaf.box(box)
         part = _key(data, current) if slot.spec.kind == KEY else data
         parts.append(_checked(jax.device_put(part, device), part, slot))
     return jax.make_array_from_single_device_arrays(current.shape, current.sharding, parts)

@@ -84,7 +84,7 @@ def load(path: str | os.PathLike[str], tree: Any, *, partial: bool = False) -> A
     )
 
     def manifest() -> Manifest:
-        if not directory.holds(name):
+        if not directory.exists(name):
             raise CheckpointError(f"There is no checkpoint at {directory.path_of(name)}.")
         whole = _manifest(directory, name, path)
         if not partial:
@@ -98,7 +98,7 @@ def load(path: str | os.PathLike[str], tree: Any, *, partial: bool = False) -> A
 def saved_paths(path: str | os.PathLike[str]) -> set[str]:
     """Returns the paths of the leaves of a checkpoint; an empty set if there is no checkpoint."""
     directory, name = _directory_and_name("load", path)
-    leaves = _manifest(directory, name, path).leaves if directory.holds(name) else ()
+    leaves = _manifest(directory, name, path).leaves if directory.exists(name) else ()
     return {leaf.spec.path for leaf in leaves}
 
 

@@ -45,30 +45,30 @@ class DiskDirectory:
     and a token; it becomes a checkpoint when it is committed. The methods raise ``OSError``.
     """
 
-    place: Path
+    path: Path
 
     def __str__(self) -> str:
-        return str(self.place)
+        return str(self.path)
 
     def path_of(self, name: str) -> str:
-        return str(self.place / name)
+        return str(self.path / name)
 
     def names(self) -> list[str]:
         """Returns the names of possible checkpoints; in an object store, of those with a manifest."""
         try:
-            return [path.name for path in self.place.iterdir() if path.is_dir()]
+            return [path.name for path in self.path.iterdir() if path.is_dir()]
         except FileNotFoundError:
             return []
 
-    def holds(self, name: str) -> bool:
+    def exists(self, name: str) -> bool:
         """Returns True if there may be a checkpoint of this name."""
         try:
-            return (self.place / name).exists()
+            return (self.path / name).exists()
         except OSError:  # no permission, or a path too long: reading it raises the error
             return True
 
     def check_free(self, name: str, *, overwrite: bool) -> None:
-        folder = self.place / name
+        folder = self.path / name
         if not folder.exists():
             return
         if not folder.is_dir():
@@ -86,9 +86,9 @@ class DiskDirectory:
 
     def prepare(self, name: str) -> None:
         """Creates the directory, and removes drafts of killed programs whose names match an expression."""
-        self.place.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
         pattern = re.compile(rf"\.{name}\.[0-9a-f]{{8}}\.saving")
-        for path in [path for path in self.place.iterdir() if pattern.fullmatch(path.name)]:
+        for path in [path for path in self.path.iterdir() if pattern.fullmatch(path.name)]:
             try:
                 lock = os.open(path / _LOCK, os.O_RDWR)
             except OSError:  # killed before it was locked
@@ -110,9 +110,9 @@ class DiskDirectory:
             shutil.rmtree(new, ignore_errors=True)
 
     def _draft(self, name: str, token: str) -> Path:
-        return self.place / self.notes_folder(name, token)
+        return self.path / self.draft_folder(name, token)
 
-    def notes_folder(self, name: str, token: str) -> str:
+    def draft_folder(self, name: str, token: str) -> str:
         """Returns the folder of a draft in which the processes write notes for the chief."""
         return f".{name}.{token}.saving"
 
@@ -128,7 +128,7 @@ class DiskDirectory:
 
     def commit(self, name: str, token: str, manifest: str) -> None:
         """Makes a draft the checkpoint; at every moment the old or the new one is there, complete."""
-        new, folder = self._draft(name, token), self.place / name
+        new, folder = self._draft(name, token), self.path / name
         arrays = new / (ARRAYS + token)
         arrays.mkdir(exist_ok=True)
         (new / MANIFEST).write_text(manifest, encoding="utf-8")
@@ -138,7 +138,7 @@ class DiskDirectory:
             self._replace(folder, new, arrays.name)
         else:
             new.rename(folder)
-        sync(self.place)
+        sync(self.path)
 
     def _replace(self, folder: Path, new: Path, arrays: str) -> None:
         """Moves the new arrays beside the old ones, then the manifest, which names those that count."""
@@ -160,12 +160,12 @@ class DiskDirectory:
         with open(opened, "rb") as file:
             status = os.fstat(opened)
             if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_MANIFEST_BYTES:
-                raise CheckpointDamagedError(f"{self.place / path} is not a file of a checkpoint")
+                raise CheckpointDamagedError(f"{self.path / path} is not a file of a checkpoint")
             return file.read()
 
     def _resolve(self, path: str) -> Path:
         """Returns the full path; raises if a part of it below the directory is a link."""
-        whole = self.place / path
+        whole = self.path / path
         for part in [whole, *whole.parents][: len(Path(path).parts)]:
             if part.is_symlink():
                 raise CheckpointDamagedError(f"{part} is a link, which is not followed")
@@ -173,11 +173,11 @@ class DiskDirectory:
 
     def write(self, path: str, data: bytes) -> None:
         """Writes a small file, and creates the directory."""
-        self.place.mkdir(parents=True, exist_ok=True)
-        (self.place / path).write_bytes(data)
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / path).write_bytes(data)
 
     def remove_file(self, path: str) -> None:
-        (self.place / path).unlink(missing_ok=True)
+        (self.path / path).unlink(missing_ok=True)
 
     @contextmanager
     def arrays(
@@ -195,7 +195,7 @@ class DiskDirectory:
         """Removes a checkpoint; nobody sees a part of it."""
         removed = self._draft(name, secrets.token_hex(4))
         try:
-            (self.place / name).rename(removed)
+            (self.path / name).rename(removed)
         except FileNotFoundError:  # another program removed it
             return
         shutil.rmtree(removed, ignore_errors=True)
@@ -203,11 +203,11 @@ class DiskDirectory:
     def set_aside(self, name: str) -> str | None:
         """Renames a damaged checkpoint; returns its new name, or None without permission."""
         for i in range(1, 1000):
-            aside = self.place / (f"{name}.{DAMAGED}" + (f"-{i}" if i > 1 else ""))
+            aside = self.path / (f"{name}.{DAMAGED}" + (f"-{i}" if i > 1 else ""))
             if not aside.exists():
                 break
         try:
-            (self.place / name).rename(aside)
+            (self.path / name).rename(aside)
         except OSError:
             return None
         return aside.name
@@ -223,7 +223,7 @@ class DiskDirectory:
     def free_bytes(self) -> int:
         """Returns how many bytes are free; None for an object store."""
         # Unlike Path.exists, os.path.exists does not raise for a path that is too long.
-        path = next(p for p in (self.place, *self.place.parents) if os.path.exists(p))
+        path = next(p for p in (self.path, *self.path.parents) if os.path.exists(p))
         return shutil.disk_usage(path).free
 
 
@@ -301,7 +301,7 @@ _ASIDE = f"{DAMAGED}.json"
 class BucketDirectory:
     """A prefix in an object store, below which each checkpoint has a prefix; see ``DiskDirectory``."""
 
-    place: str
+    path: str
     """The URL, such as ``gs://bucket/run``."""
     store: Any
     """fsspec's file system."""
@@ -309,10 +309,10 @@ class BucketDirectory:
     """The prefix without the scheme, as the file system expects it."""
 
     def __str__(self) -> str:
-        return self.place
+        return self.path
 
     def path_of(self, name: str) -> str:
-        return f"{self.place}/{name}"
+        return f"{self.path}/{name}"
 
     def names(self) -> list[str]:
         return self._names_with(MANIFEST)
@@ -321,11 +321,11 @@ class BucketDirectory:
         paths = (name.split("/") for name in self.files())
         return [parts[0] for parts in paths if parts[1:] == [file]]
 
-    def holds(self, name: str) -> bool:
+    def exists(self, name: str) -> bool:
         return MANIFEST in self.files(name)
 
     def check_free(self, name: str, *, overwrite: bool) -> None:
-        if not overwrite and self.holds(name):
+        if not overwrite and self.exists(name):
             raise CheckpointError(
                 f"{self.path_of(name)} exists. Save to another URL, or with overwrite=True."
             )
@@ -339,10 +339,10 @@ class BucketDirectory:
         try:
             yield
         except BaseException:
-            self._remove_all(self.notes_folder(name, token))
+            self._remove_all(self.draft_folder(name, token))
             raise
 
-    def notes_folder(self, name: str, token: str) -> str:
+    def draft_folder(self, name: str, token: str) -> str:
         return f"{name}/{ARRAYS}{token}"
 
     def write_arrays(
@@ -354,7 +354,7 @@ class BucketDirectory:
             fill(local)
             files = _storage.digests(local)
             for file in files:
-                path = self._path(f"{self.notes_folder(name, token)}/{folder}/{file}")
+                path = self._path(f"{self.draft_folder(name, token)}/{folder}/{file}")
                 with _os_errors():
                     self.store.put_file(str(local / file), path)
         return {f"{folder}/{file}": digest for file, digest in files.items()}

@@ -83,7 +83,7 @@ class Draft:
 
     def note(self, process: int) -> str:
         """Returns the path of the file in which a process lists, for the chief, what it has written."""
-        return f"{self.directory.notes_folder(self.name, self.token)}/{process}.part"
+        return f"{self.directory.draft_folder(self.name, self.token)}/{process}.part"
 
 
 def write_checkpoint(draft: Draft, prepare: Callable[[], None]) -> None:
@@ -250,7 +250,7 @@ def copy_to_host(slots: Sequence[Slot]) -> tuple[dict[int, Any], list[Piece]]:
     texts: dict[int, Any] = {}
     pieces: list[Piece] = []
     for i, slot in enumerate(slots):
-        if is_divided(slot.current):
+        if is_sharded(slot.current):
             pieces += _local_parts(i, slot.current)
             continue
         value = slot.read()  # collective for an ON_READ variable
@@ -271,7 +271,7 @@ def _begin_copies(slots: Sequence[Slot], are_local: Sequence[bool]) -> None:
         array = slot.current
         if not isinstance(array, jax.Array) or is_key(array):
             continue
-        if is_divided(array):
+        if is_sharded(array):
             for shard in array.addressable_shards:
                 if shard.replica_id == 0:
                     shard.data.copy_to_host_async()
@@ -314,6 +314,6 @@ def _is_global(value: Any) -> bool:
     )
 
 
-def is_divided(value: Any) -> bool:
+def is_sharded(value: Any) -> bool:
     """True if an array is sharded over the processes, each of which has only a part."""
     return isinstance(value, jax.Array) and _is_global(value) and not value.is_fully_replicated

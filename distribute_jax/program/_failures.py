@@ -91,17 +91,6 @@ _RANDOM = (
     "numbers on all replicas with dj.same_on_all_replicas(stream)."
 )
 
-_PADDING_UNCHECKED = (
-    "%s met a partial batch. Two different paddings gave the same result, but run could not check that "
-    "the step counts no padding, as in a mean over all rows: %s. To check it, turn randomness off with "
-    'model.eval() for one run, or feed no partial batches with InputOptions(partial="drop").'
-)
-
-
-def warn_padding_unchecked(step: str, why: str) -> None:
-    """Warns that a step on a partial batch could only be checked in part."""
-    _log.warning(_PADDING_UNCHECKED, step, why)
-
 
 class Notices:
     """Logs each notice once."""

@@ -37,7 +37,6 @@ from distribute_jax.program._compare import (
     on_host,
     real_rows,
 )
-from distribute_jax.program._failures import warn_padding_unchecked
 from distribute_jax.program._jaxprs import RANDOM, equations
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._padding_proof import padding_leaks
@@ -68,6 +67,12 @@ _COMPARED = "The step was run on copies of the state with {};"
 _CURE = (
     'Feed no partial batches to a step that trains: InputOptions(partial="drop"); or normalise with the '
     "running statistics: model.eval(), or BatchNorm(..., use_running_average=True)."
+)
+
+_UNCHECKED = (
+    "%s met a partial batch. Two different paddings gave the same result, but run could not check that "
+    "the step counts no padding, as in a mean over all rows: %s. To check it, turn randomness off with "
+    'model.eval() for one run, or feed no partial batches with InputOptions(partial="drop").'
 )
 
 _NORMS = f"""
@@ -225,13 +230,13 @@ def _with_more_padding(call: Call, entry: BoundProgram, values: Sequence[Any]) -
             check.longer = build(longer, options, Replicas(call.mesh))
         except Exception as error:  # the step may not accept another size
             why = f"{type(error).__name__}: {error_text(error)}"
-            warn_padding_unchecked(entry.step, f"it could not be traced with more rows ({why})")
+            _log.warning(_UNCHECKED, entry.step, f"it could not be traced with more rows ({why})")
     program = check.longer
     if program is None:
         return None
     if _drawn(program) != _drawn(entry.program):
         if first:
-            warn_padding_unchecked(entry.step, "with more rows it draws other random numbers")
+            _log.warning(_UNCHECKED, entry.step, "with more rows it draws other random numbers")
         return None
     twin = BoundProgram(program, call.binding, entry.step)
     return twin.execute(twin.flat_inputs(values, longer.arguments))

@@ -34,7 +34,7 @@ _PLATFORMS = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu", "cpu": "
 
 
 def find_device(name: Any) -> jax.Device:
-    """Returns the local device that a name, an index or a ``jax.Device`` denotes."""
+    """Returns the local device that a name, an index or a ``jax.Device`` refers to."""
     if isinstance(name, jax.Device):
         if name.process_index == jax.process_index():
             return name
@@ -82,16 +82,17 @@ def find_devices(names: Sequence[Any] | None) -> list[jax.Device]:
             f"all local devices; got {names!r:.80}."
         )
     devices = [find_device(name) for name in names]
-    twice = [name for name, device in zip(names, devices, strict=True) if devices.count(device) > 1]
-    if twice:
+    duplicates = [
+        name for name, device in zip(names, devices, strict=True) if devices.count(device) > 1
+    ]
+    if duplicates:
         raise ArgumentError(
-            f"The devices {list(map(str, twice))} name the same device more than once; each replica needs "
-            "its own."
+            f"{list(map(str, duplicates))} refer to the same device; each replica needs a separate one."
         )
-    kinds = {device.platform for device in devices}
-    if len(kinds) > 1:
+    platforms = {device.platform for device in devices}
+    if len(platforms) > 1:
         raise ArgumentError(
-            f"A strategy cannot mix kinds of devices, but these are {sorted(kinds)}."
+            f"The devices of a strategy must be of one platform; got {sorted(platforms)}."
         )
     return devices
 
@@ -114,15 +115,15 @@ def log_cluster_ignored(caller: str, instead: str = _CONNECT_HINT) -> None:
     """Logs that a strategy uses one process's devices although TF_CONFIG or a launcher started several."""
     if current_job().is_alone and (launched := _launched_processes()) > 1:
         log_once(
-            "%s: this process is one of %d, and the strategy uses its devices alone. Each process trains a "
-            "model for itself, and in each dj.is_chief() is True. To train one model on all of them %s.",
+            "%s: this process is one of %d, and the strategy uses only its devices. Each process trains a "
+            "separate model, and in each dj.is_chief() is True. To train one model on all of them %s.",
             caller,
             launched,
             instead,
         )
     if os.environ.get("TF_CONFIG"):
         _LOG.info(
-            "%s ignores TF_CONFIG: it uses the devices of this process alone. To train on those of all "
+            "%s ignores TF_CONFIG: it uses only the devices of this process. To train on those of all "
             "processes %s.",
             caller,
             instead,
@@ -192,7 +193,7 @@ def log_flags_too_late() -> None:
 def _requested_host_devices() -> int:
     """Returns how many CPU devices the user has asked for; 0 for JAX's default."""
     config: Any = jax.config
-    if config.jax_num_cpu_devices > 0:  # set by dj.simulate; it wins over XLA_FLAGS
+    if config.jax_num_cpu_devices > 0:  # set by dj.simulate; it takes precedence over XLA_FLAGS
         return int(config.jax_num_cpu_devices)
     counts = DEVICE_COUNT.findall(os.environ.get("XLA_FLAGS", ""))
     return int(counts[-1]) if counts else 0

@@ -68,7 +68,7 @@ def test_a_step_that_another_program_removes_meanwhile_is_skipped_silently(
 
     def removed(directory: DiskDirectory, path: str) -> bytes:
         if path.startswith("2/"):
-            shutil.rmtree(directory.place / "2", ignore_errors=True)
+            shutil.rmtree(directory.path / "2", ignore_errors=True)
         return read(directory, path)
 
     monkeypatch.setattr(DiskDirectory, "read", removed)

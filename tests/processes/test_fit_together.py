@@ -58,7 +58,7 @@ def plain(history):
 
 
 def train(strategy, folder):
-    """A fit with every callback that writes or decides; numbers, predictions and what was printed."""
+    """Returns the history, predictions and output of a fit with all callbacks that write or decide."""
     folder, printed = Path(folder), io.StringIO()
     folder.mkdir(exist_ok=True)
     model = made(strategy)
@@ -98,7 +98,7 @@ def fit_in_job(folder):
 
 
 def fit_at_length(folder):
-    """What takes many programs."""
+    """Returns the results of the parts that compile many programs."""
     strategy = strategy_of(2)
     outcome = {f.__name__: message(lambda f=f: f(strategy)) for f in NUMBERS}
     outcome["interrupted"] = interrupted(strategy, Path(folder) / "backup")
@@ -108,7 +108,7 @@ def fit_at_length(folder):
 
 
 class Fails(dj.callbacks.Callback):
-    """Fails after the second batch of the second epoch, on all processes."""
+    """Raises after the second batch of the second epoch, on all processes."""
 
     def on_train_batch_end(self, batch, logs=None):
         if self.epoch == 1 and batch == 1:
@@ -119,7 +119,7 @@ class Fails(dj.callbacks.Callback):
 
 
 def interrupted(strategy, folder):
-    """Weights of a training that failed and went on, and of one that did not fail."""
+    """Returns the weights of a training that failed and was resumed, and of one that did not fail."""
     data = {"batch_size": 8, "epochs": 3, "verbose": 0}
     whole, first, second = made(strategy), made(strategy), made(strategy)
     whole.fit(X, Y, **data)
@@ -139,7 +139,7 @@ def interrupted(strategy, folder):
 
 
 def data(strategy):
-    """The loss of an epoch from arrays in memory, and from batches under DATA."""
+    """Returns the losses of an epoch of arrays, and of batches under ``AutoShardPolicy.DATA``."""
     batches = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, len(X), 8)]
     found = strategy.distribute_dataset(batches, dj.InputOptions(auto_shard_policy="data"))
     arrays = {"batch_size": 8, "shuffle": False, "verbose": 0}
@@ -150,7 +150,7 @@ def data(strategy):
 
 
 def ended_by_nan(strategy):
-    """A loss that is not finite from batch 3 on ends the training on all, at the same batch."""
+    """Returns where a training ended whose loss is not finite from batch 3 on."""
     x = np.ones((80, 3), np.float32)
     x[24:] = np.inf
     model, guard, ends = made(strategy), dj.callbacks.TerminateOnNaN(), test_fit_numbers.Ends()
@@ -162,7 +162,7 @@ def ended_by_nan(strategy):
 
 
 def guarded(strategy):
-    """A copy that one process spoils is healed, a bad batch is skipped; too many end all at one batch."""
+    """Corrupts a copy in one process, and feeds bad batches, of which too many end the training."""
     x = X.copy()
     x[16:17] = np.nan  # of the third batch, on the first replica
     data = {"batch_size": 8, "shuffle": False, "verbose": 0}
@@ -200,7 +200,7 @@ def guarded(strategy):
 
 
 def grouped(strategy):
-    """Which batches ended while the number of steps in a dispatch was measured, at unlike speeds."""
+    """Returns the ends of dispatches while steps_per_execution is measured, at different speeds."""
     model, ends = made(strategy, steps_per_execution="auto"), test_fit_numbers.Ends()
     data = strategy.distribute_dataset(dj.data.from_arrays((X[:8], Y[:8])).batch(8).repeat(150))
     clock, times = time.perf_counter, 1 + jax.process_index()
@@ -214,7 +214,7 @@ def grouped(strategy):
 
 
 def weights(strategy, folder):
-    """Weights that were set and saved are those that are read and loaded."""
+    """Returns weights that were set, and weights that were saved and loaded."""
     model, other = made(strategy), made(strategy)
     new = [np.full(w.shape, i, w.dtype) for i, w in enumerate(model.get_weights())]
     model.set_weights(new)
@@ -227,20 +227,20 @@ def weights(strategy, folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Where the job writes."""
+    """Returns the folder to which the job writes."""
     return tmp_path_factory.mktemp("fit")
 
 
 @pytest.fixture(scope="module")
 def two_by_two(folder: Path):
-    """The results of two processes with two devices each."""
+    """Returns the results of two processes with two devices each."""
     cluster = LocalCluster(2, 2, timeout=100)
     return [result.value for result in cluster.run(fit_in_job, str(folder))]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The results of the same training in one process."""
+    """Returns the results of the same training in one process."""
     return train(saving_functions.strategy_of(1), tmp_path_factory.mktemp("alone"))
 
 

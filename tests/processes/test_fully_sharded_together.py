@@ -34,7 +34,7 @@ def job_strategy(shard_over=None):
 
 
 def train(strategy, tree, sizes=SIZES, options=None):
-    """The losses of some batches, the last of them partial, and all numbers afterwards."""
+    """Returns the losses of some batches, the last of them partial, and the state afterwards."""
 
     def step(tokens, targets):
         return update(tree["model"], tree["optimizer"], tokens, targets)
@@ -53,7 +53,7 @@ def numbers(strategy, tree):
 
 
 def bytes_of(tree):
-    """What the optimizer and the model take on each device of this process, and as a whole."""
+    """Returns the bytes of optimizer and model on each device of this process, and of complete arrays."""
     kept = {}
     leaves = jax.tree.leaves(nnx.state(tree))
     for shard in (shard for leaf in leaves for shard in leaf.addressable_shards):
@@ -153,7 +153,7 @@ def fit_in_job(folder):
 
 
 def write_another_value():
-    """Process 1 assigns another value to a parameter that is divided."""
+    """Assigns another value to a sharded parameter in process 1."""
     strategy = job_strategy()
     tree = tree_of(strategy)
     step = lambda t, y: update(tree["model"], tree["optimizer"], t, y)  # noqa: E731
@@ -185,7 +185,7 @@ def train_by_rules_in_job():
 
 
 def create_in_job():
-    """Makes state where it is stored, and a model that is another one in each process."""
+    """Creates sharded state, and a model that differs between the processes."""
     strategy = job_strategy()
     made = strategy.create(lambda: Net(nnx.Rngs(1)))
     with pytest.raises(dj.ProcessesDifferError, match="make different models"):
@@ -200,13 +200,13 @@ def create_in_job():
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def processes(request):
-    """How many processes have two devices each."""
+    """Returns the number of processes, of two devices each."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def alone(processes, tmp_path_factory):
-    """One process with as many devices, mirrored: what it trains, saves, and how it goes on."""
+    """Returns losses, checkpoint and resumed training of mirrored state in one process."""
     folder = tmp_path_factory.mktemp("alone")
     strategy = dj.MirroredStrategy(list(range(2 * processes)))
     tree = tree_of(strategy)
@@ -217,7 +217,7 @@ def alone(processes, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcome(processes, alone):
-    """The results of the processes of a job."""
+    """Returns the results of the processes of a job."""
     cluster = LocalCluster(processes, 2, timeout=180)
     return [result.value for result in cluster.run(train_in_job, str(alone[0]))]
 

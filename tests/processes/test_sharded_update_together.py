@@ -20,7 +20,7 @@ X = np.random.default_rng(0).normal(size=(8, 16, 64)).astype(np.float32)
 
 
 def tree_of(strategy):
-    """A model, and an optimizer whose state is sharded, except for the bias."""
+    """Returns a model, and an optimizer whose state is sharded, except for the bias."""
     with strategy.scope():
         model = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
         tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01))
@@ -28,7 +28,7 @@ def tree_of(strategy):
 
 
 def train(strategy, tree, rows, options=None):
-    """A step on each of some batches, the last of them partial; gives the losses and the weights."""
+    """Returns losses and weights of a step on each of some batches, the last of them partial."""
     model, optimizer = tree["model"], tree["optimizer"]
 
     def step(x):
@@ -68,7 +68,7 @@ def share_in_job(folder):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """One process with four devices: what it trained and saved, and how it goes on."""
+    """Returns results, checkpoint and resumed training of one process with four devices."""
     folder = tmp_path_factory.mktemp("shared")
     strategy = dj.MirroredStrategy([0, 1, 2, 3])
     tree = tree_of(strategy)
@@ -79,13 +79,13 @@ def alone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outcome(alone):
-    """The results of two processes with two devices each."""
+    """Returns the results of two processes with two devices each."""
     cluster = LocalCluster(2, 2, timeout=100)
     return [r.value for r in cluster.run(share_in_job, str(alone[0]))]
 
 
 def assert_alike(got, wanted):
-    """Compares losses and weights."""
+    """Asserts that losses and weights are equal."""
     for mine, theirs in zip(got, wanted, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 

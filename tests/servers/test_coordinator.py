@@ -411,7 +411,7 @@ def raises(error: BaseException) -> Callable[..., Any]:
 class Signaller:
     """Sends an interrupt at the n-th place where Python may handle one, in what schedules and joins."""
 
-    NAMES = ("schedule", "_send", "send", "add", "_load", "join", "write_back", "_write_back")
+    NAMES = ("schedule", "_send", "send", "add", "_load", "join", "write_back")
     BEFORE = ("CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD", "RESUME")
 
     def __init__(self, at: int) -> None:
