@@ -164,7 +164,6 @@ class GlobalEpochEnd:
             requested = min(max(fitting, 1), _MAX_STEPS_PER_ROUND)
 
     def _announce(self, **fields: Any) -> list[Announcement]:
-        """Returns the announcements of all processes."""
         return [*map(Announcement.from_json, self.exchange(json.dumps(Announcement(**fields))))]
 
     def _agreed_steps(self, announced: Sequence[Announcement]) -> int:

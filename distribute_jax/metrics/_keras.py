@@ -224,11 +224,18 @@ class _MeanOfFormula(MeanMetricWrapper):
 
     formula: ClassVar[Callable[..., jax.Array]]
 
+    def __init_subclass__(
+        cls, formula: Callable[..., jax.Array] | None = None, **options: Any
+    ) -> None:
+        super().__init_subclass__(**options)
+        if formula is not None:
+            cls.formula = staticmethod(formula)
+
     def __init__(self, name: str | None = None, dtype: Any = None, **options: Any) -> None:
         super().__init__(type(self).formula, name, dtype, **options)
 
 
-class MeanSquaredError(_MeanOfFormula):
+class MeanSquaredError(_MeanOfFormula, formula=losses.mean_squared_error):
     """The mean of ``dj.losses.mean_squared_error`` over all examples since the last reset.
 
     Example:
@@ -241,8 +248,6 @@ class MeanSquaredError(_MeanOfFormula):
     Source: https://keras.io/api/metrics/regression_metrics/
     """
 
-    formula = staticmethod(losses.mean_squared_error)
-
 
 class RootMeanSquaredError(MeanSquaredError):
     """The square root of ``MeanSquaredError``."""
@@ -253,76 +258,52 @@ class RootMeanSquaredError(MeanSquaredError):
         return jnp.sqrt(super().compute())
 
 
-class MeanAbsoluteError(_MeanOfFormula):
+class MeanAbsoluteError(_MeanOfFormula, formula=losses.mean_absolute_error):
     """The mean of ``dj.losses.mean_absolute_error`` over all examples since the last reset."""
 
-    formula = staticmethod(losses.mean_absolute_error)
 
-
-class MeanAbsolutePercentageError(_MeanOfFormula):
+class MeanAbsolutePercentageError(_MeanOfFormula, formula=losses.mean_absolute_percentage_error):
     """The mean of ``dj.losses.mean_absolute_percentage_error`` over all examples."""
 
-    formula = staticmethod(losses.mean_absolute_percentage_error)
 
-
-class MeanSquaredLogarithmicError(_MeanOfFormula):
+class MeanSquaredLogarithmicError(_MeanOfFormula, formula=losses.mean_squared_logarithmic_error):
     """The mean of ``dj.losses.mean_squared_logarithmic_error`` over all examples."""
 
-    formula = staticmethod(losses.mean_squared_logarithmic_error)
 
-
-class CosineSimilarity(_MeanOfFormula):
+class CosineSimilarity(_MeanOfFormula, formula=cosine_similarity):
     """The mean cosine of the angle between labels and predictions; takes ``axis=-1``."""
 
-    formula = staticmethod(cosine_similarity)
 
-
-class LogCoshError(_MeanOfFormula):
+class LogCoshError(_MeanOfFormula, formula=losses.log_cosh):
     """The mean of ``dj.losses.log_cosh`` over all examples since the last reset."""
 
-    formula = staticmethod(losses.log_cosh)
 
-
-class KLDivergence(_MeanOfFormula):
+class KLDivergence(_MeanOfFormula, formula=losses.kl_divergence):
     """The mean of ``dj.losses.kl_divergence`` over all examples since the last reset."""
 
-    formula = staticmethod(losses.kl_divergence)
 
-
-class Poisson(_MeanOfFormula):
+class Poisson(_MeanOfFormula, formula=losses.poisson):
     """The mean of ``dj.losses.poisson`` over all examples since the last reset."""
 
-    formula = staticmethod(losses.poisson)
 
-
-class Hinge(_MeanOfFormula):
+class Hinge(_MeanOfFormula, formula=losses.hinge):
     """The mean of ``dj.losses.hinge`` over all examples since the last reset."""
 
-    formula = staticmethod(losses.hinge)
 
-
-class SquaredHinge(_MeanOfFormula):
+class SquaredHinge(_MeanOfFormula, formula=losses.squared_hinge):
     """The mean of ``dj.losses.squared_hinge`` over all examples since the last reset."""
 
-    formula = staticmethod(losses.squared_hinge)
 
-
-class CategoricalHinge(_MeanOfFormula):
+class CategoricalHinge(_MeanOfFormula, formula=losses.categorical_hinge):
     """The mean of ``dj.losses.categorical_hinge`` over all examples since the last reset."""
 
-    formula = staticmethod(losses.categorical_hinge)
 
-
-class BinaryCrossentropy(_MeanOfFormula):
+class BinaryCrossentropy(_MeanOfFormula, formula=losses.binary_crossentropy):
     """The mean of ``dj.losses.binary_crossentropy``; takes ``from_logits``, ``label_smoothing``, ``axis``."""
 
-    formula = staticmethod(losses.binary_crossentropy)
 
-
-class CategoricalCrossentropy(_MeanOfFormula):
+class CategoricalCrossentropy(_MeanOfFormula, formula=losses.categorical_crossentropy):
     """The mean of ``dj.losses.categorical_crossentropy``; options as ``BinaryCrossentropy``."""
-
-    formula = staticmethod(losses.categorical_crossentropy)
 
 
 class SparseCategoricalCrossentropy(_MeanOfFormula):

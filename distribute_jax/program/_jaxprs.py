@@ -259,7 +259,6 @@ def outputs_of(eqns: Iterable[Any]) -> set[Any]:
 
 
 def value_of(atom: Any, values: Values) -> Any:
-    """Returns the value of an operand."""
     if isinstance(atom, jex_core.Literal):
         literal: Any = atom
         return jnp.asarray(literal.val, literal.aval.dtype)

@@ -71,7 +71,6 @@ class StepShardings:
         return tuple(self.sharded_in.get(i, usual[split]) for i, split in enumerate(self.split))
 
     def out_shardings(self, mesh: Mesh) -> list[NamedSharding]:
-        """Returns the sharding of each output."""
         usual = {True: mirrored_sharding(mesh), False: split_sharding(mesh)}
         return [self.sharded_out.get(i, usual[same]) for i, same in enumerate(self.mirrored)]
 

@@ -53,7 +53,6 @@ class Rows:
         return self.outer == 0
 
     def has_number(self, number: float) -> bool:
-        """True if all entries of padding are this number."""
         return _is_number(self.pad, number)
 
 
@@ -124,7 +123,6 @@ class OperandPad(NamedTuple):
     """Whether it is what the same function computes for a real row."""
 
     def has_number(self, number: float) -> bool:
-        """True if it is this number."""
         return _is_number(self.pad, number)
 
 
@@ -343,7 +341,6 @@ class Pair:
         return f"{name(self.eqn)} at {line(self.eqn)}" if self.eqn is not None else "a result"
 
     def operand(self, index: int) -> tuple[Shape, Shape]:
-        """Returns both shapes of an operand."""
         return _shape(self.eqn.invars[index]), _shape(self.other.invars[index])
 
     def out(self, index: int = 0) -> tuple[Shape, Shape]:
@@ -351,7 +348,6 @@ class Pair:
         return _shape(self.eqn.outvars[index]), _shape(self.other.outvars[index])
 
     def dtype(self, index: int = 0) -> Any:
-        """Returns the dtype of an operand."""
         return self.eqn.invars[index].aval.dtype
 
     def varying(self, index: int = 0) -> list[int]:

@@ -124,7 +124,6 @@ class Walk:
         return list(map(read, jaxpr.outvars)), [env[v] for v in jaxpr.invars]
 
     def constant(self, value: Any) -> Mark:
-        """Returns the mark of a constant."""
         return MIRRORED
 
     def apply(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:

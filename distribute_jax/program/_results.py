@@ -77,7 +77,6 @@ def _check_holds_no_arrays(value: Any, name: str) -> None:
 
 
 def rebuild(results: Results, arrays: list[Any], binding: Binding) -> Any:
-    """Rebuilds a result from its arrays."""
     leaves = []
     for kind, content in results.leaves:
         if kind == "array":

@@ -170,7 +170,6 @@ _OUTSIDE_USES = {"extract graph node": _NOT_COPIED, "Cannot mutate": _NOT_WRITTE
 
 
 def step_name(fn: Any) -> str:
-    """Returns the name of a step for messages."""
     return str(getattr(fn, "__qualname__", None) or repr(fn))
 
 

@@ -145,11 +145,11 @@ def several_inputs_hint(method: str, x: Any, y: Any, error: Exception) -> str:
     )
 
 
-def check_batch_size(method: str, batch_size: Any) -> None:
+def check_batch_size(batch_size: Any) -> None:
     """Raises if targets were passed in the position of the batch size."""
     if hasattr(batch_size, "shape") or isinstance(batch_size, (list, tuple)):
         raise ArgumentError(
-            f"The second argument of {method} is batch_size, an int; got {brief(batch_size)}. It takes no "
+            f"The second argument of predict is batch_size, an int; got {brief(batch_size)}. It takes no "
             "targets: evaluate(x, y) compares with them."
         )
 

@@ -347,7 +347,7 @@ class Model(Stateful):
         Raises:
             ValueError: invalid data or arguments.
         """
-        check_batch_size("predict", batch_size)
+        check_batch_size(batch_size)
         if steps is not None:
             check_int("predict(steps)", steps, 0)
         trainer = self._predicting_trainer()

@@ -400,7 +400,6 @@ class Variable(nnx.Variable[Any]):
         return raw if in_replica_context() else self
 
     def _components(self) -> int:
-        """Returns the number of components."""
         return int(jax.lax.psum(1, DATA) if inside_run() else self._raw().shape[0])
 
     def _check_assignable(self, method: str) -> None:

@@ -77,9 +77,65 @@ def twice(folder: Path) -> None:
             manager.save(1, {"x": X})
 
 
+def reached(path: Path, strategy: dj.Strategy) -> str:
+    model(strategy).save(path / "model")
+    return str(path / "model")
+
+
+def not_compiled(strategy: dj.Strategy) -> dj.Model:
+    with strategy.scope():
+        return dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+
+
+def keras_file(path: Path) -> Path:
+    (path / "model.keras").write_bytes(b"")
+    return path / "model.keras"
+
+
+def set_rate(strategy: dj.Strategy) -> None:
+    model(strategy).optimizer.lr = 0.1  # type: ignore[attr-defined]
+
+
+def swapped(strategy: dj.Strategy) -> None:
+    optimizer = model(strategy).optimizer
+    module = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer.update(nnx.state(module), module)
+
+
+def entered(strategy: dj.Strategy) -> None:
+    with strategy:
+        pass
+
+
+class OfEpoch(dj.callbacks.Callback):
+    def on_epoch_end(self, epoch: int) -> None:  # type: ignore[override]
+        raise AssertionError
+
+
+def two_arguments() -> type:
+    class Two(dj.Model):
+        def train_step(self, x: Any, y: Any) -> Any:  # type: ignore[override]
+            raise AssertionError
+
+    return Two
+
+
+def saved(path: Path, tree: Any) -> None:
+    with dj.CheckpointManager(path) as manager:
+        manager.save(1, tree)
+
+
+def noted(strategy: dj.Strategy, value: Any) -> None:
+    with strategy.scope():
+        variable = dj.Variable(jnp.zeros(()))
+    (batch,) = strategy.distribute_dataset([X])
+    strategy.run(lambda x: variable.assign(x.mean()), args=(batch,))
+
+
 ANY: Any = dj
 """The package, of which a type checker knows nothing."""
 NEED = "missing a required argument"
+PLATEAU = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
 WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "keyword of a strategy": (lambda s, _: ANY.MirroredStrategy(device=[]), "Did you mean 'devices'"),
     "keyword of a callback": (
@@ -159,13 +215,47 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "a file of weights": (lambda s, p: model(s).load_weights(file(p)), r"model.set_weights\(\[np.asarray"),
     "one step twice": (lambda s, p: twice(p), "holds step 1 already"),
     "weights of a manager": (as_weights, "holds the steps of a CheckpointManager"),
+    "an optimizer that needs the loss": (
+        lambda s, _: fit(s, optimizer=PLATEAU), "reduce_on_plateau of optax needs 'value' at each update"
+    ),
+    "Keras's name of the rate": (lambda s, _: set_rate(s), "'lr'. Instead: learning_rate"),
+    "swapped update": (lambda s, _: swapped(s), "the module comes first. Swap them"),
+    "no data": (lambda s, _: model(s).fit(), r"fit got no data. Pass arrays, fit\(x, y\)"),
+    "the class of a metric": (
+        lambda s, _: fit(s, metrics=[dj.metrics.Accuracy]), r"with its parentheses: Accuracy\(\)"
+    ),
+    "two losses for one output": (
+        lambda s, _: fit(s, loss=["mse", "mse"]), "a loss for 'output_0', .* they are one array"
+    ),
+    "a hook without logs": (
+        lambda s, _: fit(s, [OfEpoch()]), r"is called with epoch and logs, .*def on_epoch_end\(self, epoch, "
+    ),
+    "a step of x and y": (lambda s, _: two_arguments(), r"one argument, the batch. Write def train_step\("),
+    "a file in place of a folder": (lambda s, p: model(s).load(keras_file(p)), "those are folders"),
+    "load before compile": (
+        lambda s, p: not_compiled(s).load(reached(p, s)), r"has not been compiled yet. Call model.compile\("
+    ),
+    "a checkpoint of a model": (
+        lambda s, p: saved(p, {"m": model(s)}), r'Of a dj.Model these are {"module": model.module, '
+    ),
+    "a strategy as a context": (lambda s, _: entered(s), "write `with strategy.scope"),
+    "a function of a context": (
+        lambda s, _: s.distribute_dataset(lambda context: [X]), "to strategy.distribute_datasets_from"
+    ),
+    "map of two arguments": (
+        lambda s, _: dj.data.from_arrays((X, Y)).map(lambda x, y: x), "with one argument, the example"
+    ),
+    "a batch that is distributed": (
+        lambda s, _: model(s).predict(next(iter(s.distribute_dataset([X])))), "is distributed already"
+    ),
+    "a variable without aggregation": (noted, r"has no aggregation: make it with dj.Variable\("),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_the_error_says_what_to_type(mistake: str, s2: dj.MirroredStrategy, tmp_path: Path):
     make, words = WRONG[mistake]
-    with pytest.raises((ValueError, TypeError, AttributeError)) as caught:
+    with pytest.raises((ValueError, TypeError, AttributeError, RuntimeError)) as caught:
         make(s2, tmp_path)
     caught.match(words)
 
