@@ -70,12 +70,8 @@ class CommunicationOptions:
     def __post_init__(self) -> None:
         check_int("CommunicationOptions(bytes_per_pack)", self.bytes_per_pack, 0)
         if self.timeout_seconds is not None:
-            check_number(
-                "CommunicationOptions(timeout_seconds)",
-                self.timeout_seconds,
-                at_least=0,
-                most=math.inf,
-            )
+            name = "CommunicationOptions(timeout_seconds)"
+            check_number(name, self.timeout_seconds, at_least=0, most=math.inf)
         name = "CommunicationOptions(implementation)"
         implementation = as_member(name, self.implementation, CommunicationImplementation)
         object.__setattr__(self, "implementation", implementation)
@@ -94,14 +90,12 @@ class CommunicationOptions:
         """
         if options is None:
             return self
-        other = options
-        is_auto = other.implementation is CommunicationImplementation.AUTO
+        seconds = options.timeout_seconds
+        is_auto = options.implementation is CommunicationImplementation.AUTO
         return CommunicationOptions(
-            bytes_per_pack=other.bytes_per_pack or self.bytes_per_pack,
-            timeout_seconds=(
-                self.timeout_seconds if other.timeout_seconds is None else other.timeout_seconds
-            ),
-            implementation=self.implementation if is_auto else other.implementation,
+            options.bytes_per_pack or self.bytes_per_pack,
+            self.timeout_seconds if seconds is None else seconds,
+            self.implementation if is_auto else options.implementation,
         )
 
 
