@@ -35,7 +35,6 @@ from distribute_jax.program._options import (
     library_options as library_options,
 )
 from distribute_jax.program._part import (
-    LoadedPart as LoadedPart,
     Part as Part,
     export_part as export_part,
     load_part as load_part,

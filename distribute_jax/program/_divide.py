@@ -17,18 +17,18 @@ import jax.extend.core as jex_core
 
 from distribute_jax._errors import LoweringError, log_once
 from distribute_jax.program._jaxprs import (
-    CALLS,
-    called_body,
     has_effects,
     inputs_of,
     line,
     narrowed_cond,
     open_jaxpr,
     outputs_of,
-    shared_scalars,
     variables,
 )
-from distribute_jax.program._rows import Ids, Needs, Rows
+from distribute_jax.program._replication import Walk
+from distribute_jax.program._replication_rules import MIRRORED, Control, Mark
+from distribute_jax.program._rows import Needs, Rows, Selected
+from distribute_jax.program._sharded_update import is_bound_to_replicas
 
 SMALL = 16
 """State of at most this many elements, such as a step count, is stored on every server that reads it."""
@@ -43,6 +43,10 @@ _READS_NEW_VALUE = """\
 The step uses the new value of {name} at {where}.
 Parameter servers compute new values after the worker has finished the step, from their newest state. Use it \
 in the next step, or in a separate function: coordinator.schedule(evaluate, args=(batch,))."""
+
+_COLLECTIVE_IN_COND = """\
+The collective under the condition at {where} cannot be divided among workers and servers. Move it out of \
+the condition."""
 
 _RETURNS_NEW_VALUE = """\
 {result} is computed from the new value of {name} at {where}.
@@ -71,12 +75,10 @@ class ServerPart(NamedTuple):
     """The leaves that it updates."""
     reads: tuple[int, ...]
     """The leaves that its update reads."""
-    takes: tuple[tuple[Any, Rows | Ids | None], ...]
+    takes: tuple[Selected, ...]
     """The variables of the jaxpr that a worker sends, and which rows of them; None for all."""
     needs: Needs
     """The equations of its update, and which rows they read and compute."""
-    shared: tuple[Any, ...]
-    """Scalars in it that the updates of other servers compute too, such as a learning rate."""
 
 
 class Division(NamedTuple):
@@ -89,8 +91,8 @@ class Division(NamedTuple):
     """The worker's equations."""
     pulls: tuple[int, ...]
     """The leaves that the worker reads."""
-    asks: tuple[Any, ...]
-    """The worker's outputs that ``finish`` reads."""
+    addends: tuple[Any, ...]
+    """The worker's outputs that ``finish`` reads, summed over workers."""
     finish: tuple[Any, ...]
     """The equations that compute mirrored results from sums over workers."""
 
@@ -131,30 +133,18 @@ class Update:
     """The equations of a step, classified by their dependencies on state, data and sums."""
 
     def __init__(
-        self,
-        jaxpr: jex_core.Jaxpr,
-        first: Sequence[Any],
-        differs: Callable[[Any], bool],
-        stays: Callable[[Any], bool],
-        state: State,
-        sums: Sequence[Any] = (),
+        self, jaxpr: jex_core.Jaxpr, marks: Sequence[Mark], state: State, replicas: int
     ) -> None:
-        """Classifies the equations of a program.
-
-        Args:
-            jaxpr: the program of a worker.
-            first: the equations that each worker must run.
-            differs: True if a variable differs between workers.
-            stays: True if the worker runs an equation although its result is equal on all workers.
-            state: the state in the program.
-            sums: the equations that sum over workers.
-        """
+        """Classifies the equations of a worker's program, by the marks of its inputs."""
         self.jaxpr, self.state = jaxpr, state
-        self.first = set(map(id, first))
+        self._marks = dict.fromkeys(jaxpr.constvars, MIRRORED)
+        self._marks.update(zip(jaxpr.invars, marks, strict=True))
+        marked = list(Walk(replicas).equations(jaxpr, self._marks, Control()))
+        self.first = self._equations_of_replica(marked)
         self._number = {v: k for k, v in state.inputs.items()}
         self._from_state = set(self._number)
         self._from_data = {v for v in jaxpr.invars if v not in self._number}
-        self.summed = outputs_of(sums)
+        self.summed = outputs_of(filter(_is_sum, jaxpr.eqns)) if replicas > 1 else set()
         self._from_sums = set(self.summed)
         self._on_servers: set[int] = set()
         self._narrow: dict[tuple[int, tuple[int, ...]], Any] = {}
@@ -167,13 +157,13 @@ class Update:
             reads = variables(eqn.invars)
             if any(v in self._from_sums for v in reads):
                 self._from_sums.update(eqn.outvars)
-            if any(map(differs, eqn.outvars)):
+            if any(map(self.differs, eqn.outvars)):
                 continue
-            if any(differs(v) or v in self._from_data for v in reads):
+            if any(self.differs(v) or v in self._from_data for v in reads):
                 self._from_data.update(eqn.outvars)
             if any(v in self._from_state for v in reads):
                 self._from_state.update(eqn.outvars)
-            if not stays(eqn) and not any(map(differs, reads)):
+            if not is_bound_to_replicas(eqn) and not any(map(self.differs, reads)):
                 self._on_servers.add(id(eqn))
         self.updated = {
             v: k
@@ -184,6 +174,26 @@ class Update:
             and v not in self._number
         }
         """New values that depend on old values and on data."""
+
+    def _equations_of_replica(
+        self, marked: Sequence[tuple[Any, list[Mark], list[Mark]]]
+    ) -> set[int]:
+        """Returns the ids of the equations that a worker must run, from all with their marks."""
+        needed, ids = set[Any](), set[int]()
+        for eqn, operands, results in reversed(marked):
+            if not any(results) and needed.isdisjoint(eqn.outvars):
+                if not any(operands) and not is_bound_to_replicas(eqn):
+                    continue
+                if eqn.primitive.name == "cond" and not has_effects(eqn) and not operands[0]:
+                    raise LoweringError(_COLLECTIVE_IN_COND.format(where=line(eqn)))
+            if any(results) or not needed.isdisjoint(eqn.outvars) or not _is_sum(eqn):
+                ids.add(id(eqn))
+            needed.update(variables(eqn.invars))
+        return ids
+
+    def differs(self, v: Any) -> bool:
+        """True if a value differs between workers."""
+        return bool(self._marks[v])
 
     def check_not_used_again(self, results: Mapping[str, Any]) -> None:
         """Refuses a step in which a worker would read new state."""
@@ -263,19 +273,19 @@ class Update:
         by_worker = self._equations_of_worker(stored, results)
         of_servers = [self._part(s, sorted(of), by_worker) for s, of in enumerate(stored)]
         finish = self.slice(results, self.after_sums)
-        asks = self._needs(results, finish)
-        handed = [*(v for part in of_servers for v, _ in part.takes), *asks]
-        eqns = self.slice([*handed, *self.read_by_effects])
+        addends = self._needs(results, finish)
+        sent = [*(v for part in of_servers for v, _ in part.takes), *addends]
+        eqns = self.slice([*sent, *self.read_by_effects])
         kept = {self._id(eqn): eqn for eqn in (*eqns, *self._effects)}
         eqns = [kept[id(eqn)] for eqn in self.jaxpr.eqns if id(eqn) in kept]
-        pulls = [self._number[v] for v in self._needs(handed, eqns) if v in self._number]
+        pulls = [self._number[v] for v in self._needs(sent, eqns) if v in self._number]
         of_all = range(len(self.state.names))
         placed = [
             {s: self._rows.get(k, {}).get(s) for s, of in enumerate(stored) if k in of}
             for k in of_all
         ]
         return Division(
-            tuple(placed), tuple(of_servers), tuple(eqns), tuple(sorted(pulls)), tuple(asks),
+            tuple(placed), tuple(of_servers), tuple(eqns), tuple(sorted(pulls)), tuple(addends),
             tuple(finish),
         )  # fmt: skip
 
@@ -315,8 +325,8 @@ class Update:
         fixed = {groups[k]: known[k] for k in known if self._is_large(k)}
         for head in sorted({groups[k] for k in homes} - self.state.followers):
             if head not in fixed and len(rows := parts(names[head], types[head])) > 1:
-                some = sorted((homes[head] + i) % servers for i in range(len(rows)))
-                fixed[head] = dict(zip(some, rows, strict=True))
+                of_parts = sorted((homes[head] + i) % servers for i in range(len(rows)))
+                fixed[head] = dict(zip(of_parts, rows, strict=True))
             place = {s: rows for s, rows in fixed.get(head, {}).items() if rows}
             if place and self._is_large(head):
                 members = [k for k in homes if groups[k] == head and self._is_large(k)]
@@ -363,11 +373,11 @@ class Update:
             list(self.state.outputs.values()), self._of_state,
         )  # fmt: skip
         types, updated = self.state.types, set(self.updated.values())
-        some = [
+        changing = [
             k for k in self.state.outputs if types[k].shape and (k in updated or self._is_large(k))
         ]
         return {
-            k: {i for i in some if bits >> i & 1}
+            k: {i for i in changing if bits >> i & 1}
             for k, bits in zip(self.state.outputs, of_all, strict=True)
         }
 
@@ -444,7 +454,7 @@ class Update:
                 for v in needed
                 if v not in self._number and v not in constants
             ),
-            needs, tuple(shared_scalars(eqns, self.jaxpr)),
+            needs,
         )  # fmt: skip
 
 
@@ -464,21 +474,15 @@ def _flows(
         operands = list(map(read, eqn.invars))
         if not any(operands):
             continue
-        bodies, offset = _bodies(eqn)
-        every = functools.reduce(operator.or_, operands[:offset] if bodies else operands, 0)
+        bodies = eqn.params["branches"] if eqn.primitive.name == "cond" else ()
+        every = functools.reduce(operator.or_, operands[:1] if bodies else operands)
         env.update(dict.fromkeys(eqn.outvars, every))
-        for body in bodies:
-            inner = open_jaxpr(body)
-            for v, bits in zip(
-                eqn.outvars, _flows(inner, operands[offset:], inner.outvars), strict=True
-            ):
-                env[v] |= bits
+        for inner in map(open_jaxpr, bodies):
+            flows = _flows(inner, operands[1:], inner.outvars)
+            env.update((v, env[v] | bits) for v, bits in zip(eqn.outvars, flows, strict=True))
     return list(map(read, outs))
 
 
-def _bodies(eqn: Any) -> tuple[Sequence[Any], int]:
-    """Returns the bodies of an equation, and the index of the first operand that they take."""
-    if eqn.primitive.name == "cond":
-        return eqn.params["branches"], 1
-    body = called_body(eqn) if eqn.primitive.name in CALLS else None
-    return ([] if body is None else [body]), 0
+def _is_sum(eqn: Any) -> bool:
+    """True if servers can reduce the values of all workers for this equation."""
+    return eqn.primitive.name == "psum" and eqn.params.get("axis_index_groups") is None

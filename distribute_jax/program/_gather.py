@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from distribute_jax._mesh import DATA, share_axis
 from distribute_jax.collectives._markers import unreduced_p
 from distribute_jax.program._jaxprs import (
+    INLINED,
     ClosedJaxpr,
     Values,
     called_body,
@@ -115,8 +116,6 @@ class Share:
         return self.spec.gather(local)
 
 
-_INLINED = frozenset({"jit", "custom_jvp_call", "custom_vjp_call"})
-
 _ELEMENTWISE = frozenset({
     "convert_element_type", "copy", "name", "neg", "reduce_precision", "stop_gradient",
 })  # fmt: skip
@@ -203,7 +202,7 @@ class Gathering:
     ) -> list[Any]:
         """Returns the results of an equation that has shares among its operands."""
         body = called_body(eqn)
-        if body is not None and name(eqn) in _INLINED:
+        if body is not None and name(eqn) in INLINED:
             return self._body(body, args)
         if name(eqn) in {"checkpoint", "scan"} and self._reshard is False:
             args = self.whole(args)
@@ -347,7 +346,7 @@ def _forwarded_inputs(eqn: Any) -> list[int | None]:
         return list(range(len(eqn.invars)))
     is_scan = name(eqn) == "scan"
     body = eqn.params["jaxpr"] if is_scan else called_body(eqn)
-    if body is None or (not is_scan and name(eqn) not in {*_INLINED, "checkpoint"}):
+    if body is None or (not is_scan and name(eqn) not in {*INLINED, "checkpoint"}):
         return []
     jaxpr = open_jaxpr(body)
     inside = _forwarded(jaxpr)

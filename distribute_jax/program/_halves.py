@@ -25,7 +25,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -42,29 +42,33 @@ from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._divide import Division, Homes, ServerPart, State, Update
 from distribute_jax.program._in_turn import of_replica_id
-from distribute_jax.program._jaxprs import collectives, line, name, variables, with_inner
+from distribute_jax.program._jaxprs import (
+    INLINED,
+    called_body,
+    collectives,
+    line,
+    name,
+    shared_scalars,
+    variables,
+)
 from distribute_jax.program._lowerings import FlatStep, by_equation, flat_step
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._part import Part, Some, all_of, build_part
+from distribute_jax.program._part import Part, build_part, whole
 from distribute_jax.program._plan import Plan, input_marks, plan
 from distribute_jax.program._program import input_order
 from distribute_jax.program._results import Results, rebuild
 from distribute_jax.program._rows import (
     ZERO,
-    Ids,
     Lookup,
     Lookups,
     Needs,
+    RowIds,
     Rows,
+    Selected,
     parts,
-    takes_rows,
     unchanged,
 )
-from distribute_jax.program._sharded_update import (
-    SplitStep,
-    is_bound_to_replicas,
-    traced as traced_body,
-)
+from distribute_jax.program._sharded_update import traced as traced_body
 from distribute_jax.program._trace import Call, Traced, trace
 
 _ON_READ = """\
@@ -83,15 +87,15 @@ The step changes the shape or dtype of these variables, which servers store:
 {lines}
 Give them the value that they should have before."""
 
-_COLLECTIVE_IN_COND = """\
-The collective under the condition at {where} cannot be divided among workers and servers. Move it out of \
-the condition."""
-
 _COLLECTIVE_IN_STEP = """\
 The step uses the result of a collective at {where}, before it has finished.
 With workers_per_update, each worker computes one replica, and the servers add up what the workers return. \
 Only sums and means are supported, and only for updates and results; let normalisation layers and metrics \
 use the values of their replica."""
+
+
+Build = Callable[..., Part]
+"""``build_part`` for the equations of one step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,35 +194,49 @@ def build_halves(
     between workers. A step of one replica reads and updates ``sparse`` tables by rows; with ``"lazy"`` rows
     that were not looked up stay, whatever the optimizer would do to them.
     """
-    traced, decided, body, order, read, first = _proved(call, options, of_workers)
-    replicas, jaxpr, leaves = num_replicas(call.mesh), first.jaxpr, traced.input_starts[-1]
+    _check_state(call.binding)
+    traced = trace(call)
+    _check_types(call, traced)
+    replicas, arguments = num_replicas(call.mesh), len(call.arguments.data)
+    marks = input_marks(call, traced, arguments if replicas == 1 else of_workers)
+    decided = plan(call, traced, options, marks)
+    order, _, arrays = input_order(traced)
+    body = traced_body(_of_one_worker(call, traced, decided, order), _is_inlined)
+    if replicas > 1:
+        body, order = of_replica_id(body, call.mesh), (len(marks), *order)
+        marks = [*marks, frozenset({"the replica id"})]
+    jaxpr, leaves = body.jaxpr, traced.input_starts[-1]
     state = _state(call, traced, order, jaxpr)
-    sums = list(filter(_is_sum, jaxpr.eqns)) if replicas > 1 else []
-    update = Update(jaxpr, first.equations, first.differs, first.is_for_each, state, sums)
+    update = Update(jaxpr, [marks[k] for k in order], state, replicas)
     results = jaxpr.outvars[sum(traced.written_sizes) :]
     update.check_not_used_again(dict(zip(traced.results.names, results, strict=True)))
-    of_servers = functools.partial(parts, partitioner, servers)
-    division = update.divide(servers, results, known, of_servers)
-    returned, finish = _finishing(call, body, division, first, update, results, decided)
+    division = update.divide(
+        servers, results, known, functools.partial(parts, partitioner, servers)
+    )
+    build = functools.partial(build_part, call, body)
+    returned, finish = list(results), operator.itemgetter(0)
+    if replicas > 1:
+        returned, finish = _finishing(build, division, update, results, decided.mirrored)
     inputs = [v for v, k in zip(jaxpr.invars, order, strict=True) if k >= leaves]
     pulled = [state.inputs[k] for k in division.pulls]
-    taken_rows = [pair for part in division.servers for pair in part.takes]
-    look = Lookups(
+    sent = [pair for part in division.servers for pair in part.takes]
+    lookups = Lookups(
         division.eqns,
         {state.inputs[k]: state.names[k] for k in division.pulls if sparse and replicas == 1},
         set(state.inputs.values()),
-        [v for v, _ in taken_rows],
+        [v for v, _ in sent],
         variables([*returned, *update.read_by_effects]),
     )
-    handed: dict[Some, None] = dict.fromkeys((v, look.hands.get(v, of)) for v, of in taken_rows)
-    at, hands = {pair: i for i, pair in enumerate(handed)}, [*handed, *all_of(returned)]
-    takes = [(v, look.tables.get(v)) for v in pulled], all_of(inputs)
-    atoms = variables(v for v, _ in hands) if replicas > 1 else []
-    by_first = {v for v in atoms if not first.differs(v)} - update.summed
-    numbers = [*look.ids.values()]
-    worker = build_part(call, body, look.needs, takes, hands, ids=numbers, by_first=by_first)
-    built = [
-        _ServerPart(part, state, look, [of.get(s) for of in division.homes], sparse)
+    to_servers = list(dict.fromkeys((v, lookups.gradients.get(v, rows)) for v, rows in sent))
+    outs = [*to_servers, *whole(returned)]
+    of_all = variables(v for v, _ in outs) if replicas > 1 else []
+    worker = build(
+        lookups.needs, [(v, lookups.tables.get(v)) for v in pulled], whole(inputs), outs,
+        by_first={v for v in of_all if not update.differs(v)} - update.summed,
+    )  # fmt: skip
+    at = {selected: i for i, selected in enumerate(to_servers)}
+    halves = [
+        _server_half(build, update, part, lookups, [of.get(s) for of in division.homes], sparse, at)
         for s, part in enumerate(division.servers)
     ]
     return Halves(
@@ -227,50 +245,14 @@ def build_halves(
         pulls=division.pulls,
         worker=worker,
         results=traced.results,
-        results_at=tuple(range(len(handed), len(hands))),
+        results_at=tuple(range(len(to_servers), len(outs))),
         finish=finish,
-        servers=tuple(of.half(call, body, at) for of in built),
-        lookups=_lookup_half(call, body, look, pulled, inputs, built) if numbers else None,
+        servers=tuple(halves),
+        lookups=_lookup_half(build, division, lookups, pulled, inputs) if lookups.ids else None,
         written=traced.written,
-        arrays=read,
+        arrays=arrays,
         plan=decided,
     )
-
-
-class _Proved(NamedTuple):
-    """The step of one worker, traced and proved."""
-
-    traced: Traced
-    plan: Plan
-    body: Any
-    """The worker's program."""
-    order: Sequence[int]
-    """For each input of the program, its index among those of the step."""
-    arrays: tuple[int, ...]
-    first: _WorkerStep
-
-
-def _proved(call: Call, options: RunOptions, of_workers: int) -> _Proved:
-    _check_state(call.binding)
-    traced = trace(call)
-    _check_types(call, traced)
-    replicas, arguments = num_replicas(call.mesh), len(call.arguments.data)
-    before = input_marks(call, traced, arguments if replicas == 1 else of_workers)
-    decided = plan(call, traced, options, before)
-    order, _, arrays = input_order(traced)
-    body = traced_body(_of_one_worker(call, traced, decided, order), _has_parts)
-    if replicas > 1:
-        body, order = of_replica_id(body, replicas), (len(before), *order)
-        before = [*before, frozenset({"the replica id"})]
-    equal = [True] * sum(traced.written_sizes) + list(decided.mirrored)
-    first = _WorkerStep(body, [before[k] for k in order], equal, replicas, 1, {}, {})
-    first.check_no_branches()
-    return _Proved(traced, decided, body, order, arrays, first)
-
-
-def _is_sum(eqn: Any) -> bool:
-    """True if servers can reduce the values of all workers for this equation."""
-    return eqn.primitive.name == "psum" and eqn.params.get("axis_index_groups") is None
 
 
 def _check_one_worker(eqns: Sequence[Any], update: Update) -> None:
@@ -282,25 +264,20 @@ def _check_one_worker(eqns: Sequence[Any], update: Update) -> None:
 
 
 def _finishing(
-    call: Call,
-    body: Any,
+    build: Build,
     division: Division,
-    first: _WorkerStep,
     update: Update,
     results: Sequence[Any],
-    decided: Plan,
+    mirrored: Sequence[bool],
 ) -> tuple[list[Any], Any]:
     """Returns a worker's outputs for results, and a function from those of all workers to the results."""
-    if num_replicas(call.mesh) == 1:
-        return list(results), operator.itemgetter(0)
-    of_one = [eqn for eqn in division.finish if any(map(first.differs, eqn.outvars))]
+    of_one = [eqn for eqn in division.finish if any(map(update.differs, eqn.outvars))]
     _check_one_worker([*division.eqns, *of_one], update)
-    each = list(zip(results, decided.mirrored, strict=True))
+    each = list(zip(results, mirrored, strict=True))
     equal, unequal = ([v for v, same in each if same is is_same] for is_same in (True, False))
-    asks = [v for v in division.asks if v not in unequal]
-    needs = Needs(division.finish, {}, equal)
-    part = build_part(call, body, needs, (all_of(asks), []), all_of(equal))
-    return [*asks, *unequal], _Finish(part, decided.mirrored)
+    addends = [v for v in division.addends if v not in unequal]
+    part = build(Needs(division.finish, {}, equal), whole(addends), [], whole(equal))
+    return [*addends, *unequal], _Finish(part, mirrored)
 
 
 class _Finish(NamedTuple):
@@ -312,112 +289,107 @@ class _Finish(NamedTuple):
     """Which results are mirrored; others are stacked."""
 
     def __call__(self, returned: Sequence[list[Any]]) -> list[Any]:
-        asks = len(self.part.state)
+        addends = len(self.part.state)
         sums = [
             functools.reduce(operator.add, x)
-            for x in zip(*(of[:asks] for of in returned), strict=True)
+            for x in zip(*(of[:addends] for of in returned), strict=True)
         ]
         together = iter(self.part(sums, []))
-        unequal = map(jnp.stack, zip(*(of[asks:] for of in returned), strict=True))
+        unequal = map(jnp.stack, zip(*(of[addends:] for of in returned), strict=True))
         return [next(together if is_same else unequal) for is_same in self.mirrored]
 
 
 def _lookup_half(
-    call: Call,
-    body: Any,
-    look: Lookups,
+    build: Build,
+    division: Division,
+    lookups: Lookups,
     pulled: Sequence[Any],
     inputs: Sequence[Any],
-    servers: Sequence[_ServerPart],
 ) -> LookupHalf:
-    number = {id(ids): i for i, ids in enumerate(look.ids.values())}
-    atoms, lookups = look.indices()
-    needs = Needs(look.before(atoms), {}, atoms)
-    return LookupHalf(
-        build_part(call, body, needs, ([], all_of(inputs)), all_of(atoms)),
-        lookups,
-        [number[id(look.tables[v])] if v in look.tables else None for v in pulled],
+    number = {ids: i for i, ids in enumerate(lookups.ids.values())}
+    indices, facts = lookups.indices()
+    of_servers = [
         [
-            [
-                (number[id(look.hands[v])], rows) if v in look.hands else None
-                for v, rows in of.part.takes
-            ]
-            for of in servers
-        ],
-        [[(number[id(ids)], rows) for ids, rows in of.local] for of in servers],
+            (v in lookups.gradients and (number[lookups.gradients[v]], rows)) or None
+            for v, rows in part.takes
+        ]
+        for part in division.servers
+    ]
+    return LookupHalf(
+        build(Needs(lookups.before(indices), {}, indices), [], whole(inputs), whole(indices)),
+        facts,
+        [number[lookups.tables[v]] if v in lookups.tables else None for v in pulled],
+        of_servers,
+        [list(dict.fromkeys(filter(None, of_server))) for of_server in of_servers],
     )
 
 
-class _ServerPart:
-    """Builds the update of one server, with tables by rows."""
+def _server_half(
+    build: Build,
+    update: Update,
+    part: ServerPart,
+    lookups: Lookups,
+    rows: Sequence[Rows | None],
+    sparse: str | None,
+    at: Mapping[Selected, int],
+) -> ServerHalf:
+    """Builds the program of a server, which stores these ``rows`` of each leaf.
 
-    def __init__(
-        self,
-        part: ServerPart,
-        state: State,
-        look: Lookups,
-        rows: Sequence[Rows | None],
-        sparse: str | None,
-    ) -> None:
-        self.part, self._state, self._look, self._rows = part, state, look, rows
-        self.local: dict[tuple[Ids, Any], Ids] = {}
-        """For each lookup and the rows stored here, the ids among them."""
-        takes: list[Some] = []
-        of: Any
-        for v, of in part.takes:
-            if (ids := look.hands.get(v)) is not None:
-                whole: Any = of or ids.rows
-                size = whole.stop - whole.first
-                mine = Ids(min(ids.number, size), Rows(0, size), of)
-                takes.append((v, self.local.setdefault((ids, of), mine)))
-            else:
-                takes.append((v, of))
-        self._takes = takes
-        self._needs = part.needs
-        self._touched: dict[Any, Any] = {}
-        if self.local:
-            self._touch(sparse)
+    ``at`` are the worker's outputs for servers.
+    """
+    state, local = update.state, dict[Any, RowIds]()
+    takes = list[Selected]()
+    for v, of in part.takes:
+        ids, of_server = lookups.gradients.get(v), cast("Rows | None", of)
+        takes.append((v, local.setdefault((ids, of), ids.among(of_server)) if ids else of))
+    needs, touched = part.needs, dict[Any, Any]()
+    if local:
+        needs, touched = _only_looked_up(part, state, takes, rows, sparse)
+    apply = build(
+        needs,
+        [(state.inputs[k], rows[k]) for k in part.reads],
+        takes,
+        [(state.outputs[k], rows[k]) for k in part.writes],
+        shared_scalars(part.needs.eqns, update.jaxpr),
+        touched,
+    )
+    taken = tuple(at[v, lookups.gradients.get(v, of)] for v, of in part.takes)
+    return ServerHalf(part.state, part.writes, part.reads, taken, apply)
 
-    def _touch(self, sparse: str | None) -> None:
-        """Restricts the update of a table to the rows that were looked up, if others are unchanged."""
-        part, state = self.part, self._state
-        zeros = {v: ZERO for v, of in self._takes if isinstance(of, Ids)}
-        inputs = {state.inputs[k]: state.inputs[k] for k in part.reads}
-        left = unchanged(part.needs.eqns, zeros | inputs)
-        touched: dict[Any, Any] = {}
-        asked: dict[Any, Any] = {}
-        for k in part.writes:
-            out = state.outputs[k]
-            rows = Needs(part.needs.eqns, {out: self._rows[k] or Rows(0, 0)}).rows
-            some: set[Any] = {of for v, of in self._takes if v in zeros and v in rows}
-            if len(some) != 1:
-                continue
-            (ids,) = some
-            if sparse == "lazy" or left.get(out) is state.inputs.get(k):
-                touched[out], asked[out] = state.inputs[k], ids
-            elif k not in state.followers:
-                log_once(_ALL_ROWS_UPDATED, state.names[k], about=state.names[k])
-        others = {v: rows for v, rows in part.needs.rows.items() if v in state.outputs.values()}
-        whole = [
-            state.outputs[k] for k in part.writes if state.outputs[k] not in {**others, **asked}
-        ]
-        needs = Needs(part.needs.eqns, others | asked, whole)
-        parts = [state.inputs[k] for k in part.reads if self._rows[k]]
-        parts += [v for v, of in part.takes if of is not None]
-        if not any(v in needs.whole for v in (*touched.values(), *touched, *parts)):
-            self._needs, self._touched = needs, touched
 
-    def half(self, call: Call, body: Any, at: Mapping[Some, int]) -> ServerHalf:
-        """Builds the server's program."""
-        part, state = self.part, self._state
-        reads = [(state.inputs[k], self._rows[k]) for k in part.reads]
-        outs = [(state.outputs[k], self._rows[k]) for k in part.writes]
-        apply = build_part(
-            call, body, self._needs, (reads, self._takes), outs, part.shared,
-            [*self.local.values()], self._touched,
-        )  # fmt: skip
-        takes = tuple(at[v, self._look.hands.get(v, of)] for v, of in part.takes)
-        return ServerHalf(part.state, part.writes, part.reads, takes, apply)
+def _only_looked_up(
+    part: ServerPart,
+    state: State,
+    takes: Sequence[Selected],
+    rows: Sequence[Rows | None],
+    sparse: str | None,
+) -> tuple[Needs, dict[Any, Any]]:
+    """Restricts the update of tables to the rows that were looked up, if others are unchanged.
+
+    Returns what the update needs then, and the old value of each new one of which only these rows change.
+    """
+    gradients = {v: of for v, of in takes if isinstance(of, RowIds)}
+    inputs = {state.inputs[k]: state.inputs[k] for k in part.reads}
+    others = unchanged(part.needs.eqns, dict.fromkeys(gradients, ZERO) | inputs)
+    touched, wanted = dict[Any, Any](), dict[Any, Any]()
+    for k in part.writes:
+        out = state.outputs[k]
+        needed = Needs(part.needs.eqns, {out: rows[k] or Rows(0, 0)}).rows
+        read = {ids for v, ids in gradients.items() if v in needed}
+        if len(read) != 1:
+            continue
+        if sparse == "lazy" or others.get(out) is state.inputs.get(k):
+            touched[out], wanted[out] = state.inputs[k], read.pop()
+        elif k not in state.followers:
+            log_once(_ALL_ROWS_UPDATED, state.names[k], about=state.names[k])
+    outs = [state.outputs[k] for k in part.writes]
+    wanted = {v: of for v, of in part.needs.rows.items() if v in outs} | wanted
+    needs = Needs(part.needs.eqns, wanted, [v for v in outs if v not in wanted])
+    divided = [state.inputs[k] for k in part.reads if rows[k]]
+    divided += [v for v, of in part.takes if of is not None]
+    if any(v in needs.whole for v in (*touched.values(), *touched, *divided)):
+        return part.needs, {}
+    return needs, touched
 
 
 _ALL_ROWS_UPDATED = """\
@@ -470,28 +442,6 @@ def _state(call: Call, traced: Traced, order: Sequence[int], jaxpr: Any) -> Stat
     )
 
 
-class _WorkerStep(SplitStep):
-    """The split step of one worker; state is equal on all of them."""
-
-    def is_for_each(self, eqn: Any) -> bool:
-        """True if an equation is bound to replicas; servers can run one that only refers to the mesh."""
-        return is_bound_to_replicas(eqn)
-
-    def check_no_branches(self) -> None:
-        """Refuses conditions around collectives."""
-        for branches in self._branches.values():
-            raise LoweringError(_COLLECTIVE_IN_COND.format(where=line(branches.eqn)))
-
-    @property
-    def equations(self) -> list[Any]:
-        """The equations that a worker must run."""
-        return self._first
-
-    def differs(self, v: Any) -> bool:
-        """True if a value differs between workers."""
-        return bool(self._marks[v])
-
-
-def _has_parts(eqn: Any) -> bool:
-    """True for a jitted function of which a server may need only some results or rows."""
-    return name(eqn) == "jit" and (len(eqn.outvars) > 1 or any(map(takes_rows, with_inner(eqn))))
+def _is_inlined(eqn: Any) -> bool:
+    """True for a call: a server may need only some results or rows of it."""
+    return name(eqn) in INLINED and called_body(eqn) is not None

@@ -16,9 +16,10 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from distribute_jax._errors import LoweringError
-from distribute_jax._mesh import DATA
+from distribute_jax._mesh import DATA, num_replicas
 from distribute_jax.program._gather import Share, ShareSpec
 from distribute_jax.program._jaxprs import (
     CALLS,
@@ -42,6 +43,7 @@ from distribute_jax.program._jaxprs import (
 )
 from distribute_jax.program._lowerings import FlatStep
 from distribute_jax.program._sharded_update import (
+    Boundary,
     BoundaryValue,
     SplitStep,
     draws_by_shape,
@@ -87,11 +89,11 @@ def in_turn(step: FlatStep) -> FlatStep:
 class InTurn(SplitStep):
     """A split step whose first half runs for every replica of a device."""
 
-    def __init__(self, body: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, body: Any, marks: Any, mirrored: Any, mesh: Mesh, *args: Any) -> None:
         """Splits a step, after lifting reads of the replica id out of loops and branches."""
-        super().__init__(with_replica_id_input(body, args[2]), *args, **kwargs)
+        super().__init__(with_replica_id_input(body, mesh), marks, mirrored, mesh, *args)
 
-    def first(self, inputs: Sequence[Any]) -> list[Any]:
+    def first(self, inputs: Sequence[Any]) -> Boundary:
         """Runs the first half of each replica of this device."""
         values = self.first_values(
             [self._as_stacked(i, x) for i, x in zip(self.reads, inputs, strict=True)]
@@ -126,7 +128,7 @@ class InTurn(SplitStep):
         gathering = self.gathering()
         inner = self.run_branches(values, gathering)
         passed = gathering.whole([values[v] for v in self.passed])
-        return [*map(self._unstacked, self.passed, passed), *inner]
+        return list(map(self._unstacked, self.passed, passed)), inner
 
     def _as_stacked(self, i: int, value: Any) -> Any:
         """Returns an input, stacked by replica if the replicas divide it."""
@@ -265,24 +267,24 @@ class InTurn(SplitStep):
         return Stacked(jax.lax.dynamic_slice_in_dim(parts, first, self.each))
 
 
-def with_replica_id_input(body: Any, replicas: int) -> Any:
+def with_replica_id_input(body: Any, mesh: Mesh) -> Any:
     """Returns a program in which loops, branches and checkpoints take the replica id as an operand."""
     if not any(_needs_replica_id(eqn) and not _is_replica_id(eqn) for eqn in body.jaxpr.eqns):
         return body
-    step = jex_core.jaxpr_as_fun(of_replica_id(body, replicas))
-    return _retrace(body, lambda *x: step(jax.lax.axis_index(DATA), *x), replicas)
+    step = jex_core.jaxpr_as_fun(of_replica_id(body, mesh))
+    return _retrace(body, lambda *x: step(jax.lax.axis_index(DATA), *x), mesh)
 
 
-def of_replica_id(body: Any, replicas: int) -> Any:
+def of_replica_id(body: Any, mesh: Mesh) -> Any:
     """Returns a program that takes the replica id before its other inputs."""
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    return _retrace(body, lambda n, *x: _with_constant_id(body, n)(*x), replicas, number)
+    return _retrace(body, lambda n, *x: _with_constant_id(body, n)(*x), mesh, number)
 
 
-def _retrace(body: Any, step: Callable[..., Any], replicas: int, *more: Any) -> Any:
+def _retrace(body: Any, step: Callable[..., Any], mesh: Mesh, *more: Any) -> Any:
     avals = [v.aval for v in body.jaxpr.invars]
     like = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
-    return jax.make_jaxpr(step, axis_env=[(DATA, replicas)])(*more, *like)
+    return jax.make_jaxpr(step, axis_env=[(DATA, num_replicas(mesh))])(*more, *like)
 
 
 def _is_replica_id(eqn: Any) -> bool:

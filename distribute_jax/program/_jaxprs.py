@@ -76,6 +76,9 @@ CALLS = (
 )
 """The primitives that run one body once, on their operands; checkpoint under both of its names."""
 
+INLINED = frozenset({"jit", "custom_jvp_call", "custom_vjp_call"})
+"""The calls that are no more than their bodies once gradients are computed."""
+
 RANDOM = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform")
 """The primitives that draw random numbers."""
 
@@ -344,6 +347,44 @@ def run_bodies(
         return list(jax.lax.switch(values[0], branches, *values[1:]))
     body = called_body(eqn) if kind in CALLS else None
     return None if body is None else run(body, values)
+
+
+def inlined(closed: Any, opens: Callable[[Any], bool]) -> Any:
+    """Returns a jaxpr with their bodies in place of the calls that ``opens`` selects, also in branches.
+
+    A body keeps the line of its call: JAX caches bodies, with the lines of other calls.
+    """
+    jaxpr = closed.jaxpr
+    eqns, constvars, consts = list[Any](), [*jaxpr.constvars], [*closed.consts]
+
+    def add(body: Any, env: dict[Any, Any], call: Any) -> list[Any]:
+        def read(v: Any) -> Any:
+            return v if isinstance(v, jex_core.Literal) else env.get(v, v)
+
+        for eqn in open_jaxpr(body).eqns:
+            where, operands = (call or eqn).source_info, list(map(read, eqn.invars))
+            if opens(eqn):
+                inner = called_body(eqn)
+                inside = dict(zip(open_jaxpr(inner).invars, operands, strict=True))
+                for v, const in zip(open_jaxpr(inner).constvars, inner.consts, strict=True):
+                    inside[v] = jex_core.Var(v.aval)
+                    constvars.append(inside[v])
+                    consts.append(const)
+                env.update(zip(eqn.outvars, add(inner, inside, call or eqn), strict=True))
+                continue
+            outs = eqn.outvars if call is None else [jex_core.Var(v.aval) for v in eqn.outvars]
+            env.update(zip(eqn.outvars, outs, strict=True))
+            params = eqn.params
+            if eqn.primitive.name == "cond":
+                branches = tuple(inlined(branch, opens) for branch in params["branches"])
+                params = {**params, "branches": branches}
+            eqns.append(
+                eqn.replace(invars=operands, outvars=outs, params=params, source_info=where)
+            )
+        return list(map(read, open_jaxpr(body).outvars))
+
+    outs = add(jaxpr, {}, None)
+    return ClosedJaxpr(jaxpr.replace(constvars=constvars, eqns=eqns, outvars=outs), consts)
 
 
 def is_jit_of_collectives(eqn: Any) -> bool:

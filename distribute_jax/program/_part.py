@@ -23,162 +23,140 @@ from jax import export
 from distribute_jax._errors import ArgumentError, LoweringError, ProcessesDifferError
 from distribute_jax._mesh import DATA, inside_replica, num_replicas
 from distribute_jax.program._jaxprs import (
-    Values,
     equations,
-    initial_values,
     line,
     name,
     open_jaxpr,
-    value_of,
     without_axis,
 )
-from distribute_jax.program._rows import Ids, Needs, Rows, filled
+from distribute_jax.program._rows import Computed, Needs, RowIds, Rows, Selected, filled
 from distribute_jax.program._trace import Call
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A program for one device; only ``in_place`` donates."""
+    """A program for one device, made here or loaded; only ``in_place`` donates."""
 
-    jitted: Callable[[Sequence[Any], Sequence[Any]], list[jax.Array]]
-    """Takes state and other values; may return more than ``returns``."""
+    function: Callable[..., Sequence[jax.Array]]
+    """Takes state, then other values; may return more than ``returns``."""
     state: tuple[jax.ShapeDtypeStruct, ...]
     """The types of state inputs."""
     values: tuple[jax.ShapeDtypeStruct, ...]
-    """The types of other inputs."""
+    """The types of other inputs, which may come without trailing zeros."""
     returns: tuple[jax.ShapeDtypeStruct, ...]
     """The types of outputs."""
-    jaxpr: Any
     touched: tuple[int, ...]
     """The indices of state of which only some rows change."""
-    by_rows: bool
-    """Whether values may come without trailing zeros."""
+    jaxpr: Any = None
+    """None if it was loaded."""
 
     def __call__(self, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
-        if self.by_rows:
-            values = [*map(filled, values, self.values)]
-        return self._returned(self.jitted(state, values))
+        return self._run(self.compiled, state, values)
 
     def in_place(self, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
         """Returns the same, and donates the ``touched`` state."""
-        donated = [state[i] for i in self.touched]
-        rest = [None if i in self.touched else x for i, x in enumerate(state)]
-        return self._returned(self._donating(donated, rest, [*map(filled, values, self.values)]))
+        return self._run(self._donating, state, values)
 
     @functools.cached_property
-    def _donating(self) -> Callable[..., list[jax.Array]]:
-        def run(donated: Sequence[Any], rest: Sequence[Any], values: Sequence[Any]) -> Any:
-            flow = iter(donated)
-            state = [next(flow) if i in self.touched else x for i, x in enumerate(rest)]
-            return self.jitted(state, values)
+    def compiled(self) -> Any:
+        """The program, compiled, or compiled when it is called."""
+        return self._compiled(())
 
-        return jax.jit(run, donate_argnums=0)
+    @functools.cached_property
+    def _donating(self) -> Any:
+        return self._compiled(self.touched)
 
-    def _returned(self, outs: list[jax.Array]) -> list[jax.Array]:
+    def _compiled(self, donated: Sequence[int]) -> Any:
+        jitted = jax.jit(self.function, donate_argnums=donated)
+        is_loaded = self.jaxpr is None
+        return jitted.lower(*self.state, *self.values).compile() if is_loaded else jitted
+
+    def _run(self, compiled: Any, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
+        outs = compiled(*state, *map(filled, values, self.values))[: len(self.returns)]
         # Drops the sharding over the mesh of the trace, which no other array has.
-        return [out.addressable_data(0) for out in outs[: len(self.returns)]]
+        return [out.addressable_data(0) for out in outs]
 
 
-Some = tuple[Any, Rows | Ids | None]
-"""A variable of the program, and which rows of it; None for all."""
-
-
-def all_of(some: Iterable[Any]) -> list[Some]:
-    """Returns the values with all their rows."""
-    return [(v, None) for v in some]
+def whole(values: Iterable[Any]) -> list[Selected]:
+    """Selects all rows of values."""
+    return [(v, None) for v in values]
 
 
 def build_part(
     call: Call,
     body: Any,
     needs: Needs,
-    takes: tuple[Sequence[Some], Sequence[Some]],
-    outs: Sequence[Some],
+    state: Sequence[Selected],
+    values: Sequence[Selected],
+    outs: Sequence[Selected],
     shared: Sequence[Any] = (),
-    ids: Sequence[Ids] = (),
     touched: Mapping[Any, Any] = MappingProxyType({}),
     by_first: Collection[Any] = (),
 ) -> Part:
     """Compiles some equations for one device.
 
+    The program takes the row ids of lookups after its other inputs.
+
     Args:
         call: the step.
         body: the program that has the equations.
         needs: the equations, and which rows they compute.
-        takes: state inputs, and other inputs.
+        state: the inputs that are state.
+        values: the other inputs.
         outs: the outputs.
         shared: scalars that are returned too, only so that XLA rounds them as in the step.
-        ids: lookups whose row ids the program takes after its other inputs.
         touched: the old value of each new value of which only the computed rows change.
         by_first: values that replicas other than the first replace by zero, so that their sum is the value.
     """
-    jaxpr = open_jaxpr(body)
-    inputs = [*takes[0], *takes[1]]
+    inputs = [*state, *values]
+    lookups = dict.fromkeys(rows for _, rows in inputs if isinstance(rows, RowIds))
 
-    def run(*values: Any) -> list[Any]:
-        known, some = initial_values(body, [None] * len(jaxpr.invars)), Values()
-        inputs_by_var = dict(zip((v for v, _ in inputs), values[: len(inputs)], strict=True))
-        for of, plus_one in zip(ids, values[len(inputs) :], strict=True):
-            of.set(plus_one)
+    def run(*arrays: Any) -> list[Any]:
+        of_input = dict(zip((v for v, _ in inputs), arrays, strict=False))
+        for ids, plus_one in zip(lookups, arrays[len(inputs) :], strict=True):
+            ids.set(plus_one)
+        computed = Computed(body, needs)
         for v, rows in inputs:
-            _start(needs, v, rows, inputs_by_var[v], known, some)
-        needs.run(jaxpr, known, some)
-        more = jax.lax.optimization_barrier([known[v] for v in shared])
-        for v in by_first:  # -0.0 + x is x for every x
-            nothing = jnp.full_like(known[v], -0.0)
-            known[v] = jnp.where(known[jaxpr.invars[0]] == 0, known[v], nothing)
+            computed.add(v, rows, of_input[v])
+        computed.run()
+        more = jax.lax.optimization_barrier(list(map(computed.of, shared)))
 
-        def result(v: Any, rows: Rows | Ids | None) -> Any:
+        def result(v: Any, rows: Rows | RowIds | None) -> Any:
             if not isinstance(v, jex_core.Literal) and v in touched:
-                of: Any = needs.rows[v]
-                return of.put(inputs_by_var[touched[v]], some[v])
-            if rows is None:
-                return value_of(v, known)
-            return some[v] if v in some else rows.of(known[v])
+                ids: Any = needs.rows[v]
+                return ids.put(of_input[touched[v]], computed.needed(v))
+            value = computed.of(v, rows)
+            if not isinstance(v, jex_core.Literal) and v in by_first:  # -0.0 + x is x for every x
+                is_first = computed.of(open_jaxpr(body).invars[0]) == 0
+                return jnp.where(is_first, value, jnp.full_like(value, -0.0))
+            return value
 
         return [*(jnp.asarray(result(v, rows)) for v, rows in outs), *more]
 
-    numbers = [jax.ShapeDtypeStruct((rows.number,), jnp.int32) for rows in ids]
+    types, numbers = [*map(_type_of, inputs)], [_ids_type(ids) for ids in lookups]
     with jax.sharding.use_abstract_mesh(inside_replica(call.mesh)):
-        closed = jax.make_jaxpr(run, axis_env=[(DATA, num_replicas(call.mesh))])(
-            *map(_like, inputs), *numbers
-        )
-    whole = without_axis(closed)
-    function = jex_core.jaxpr_as_fun(whole)
+        axes = [(DATA, num_replicas(call.mesh))]
+        program = without_axis(jax.make_jaxpr(run, axis_env=axes)(*types, *numbers))
+    function = jex_core.jaxpr_as_fun(program)
 
-    def part(state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
-        outs: list[jax.Array] = function(*state, *values)
-        return outs
+    def part(*arrays: Any) -> list[jax.Array]:
+        results: list[jax.Array] = function(*arrays)
+        return results
 
-    state, values = (tuple(map(_like, some)) for some in takes)
-    donated = set(touched.values())
-    return Part(
-        jitted=jax.jit(part),
-        state=state,
-        values=(*values, *numbers),
-        returns=tuple(map(_like, outs)),
-        jaxpr=whole,
-        touched=tuple(i for i, (v, _) in enumerate(takes[0]) if v in donated),
-        by_rows=bool(ids),
-    )
+    changed = tuple(i for i, (v, _) in enumerate(state) if v in set(touched.values()))
+    first, others = tuple(types[: len(state)]), (*types[len(state) :], *numbers)
+    return Part(part, first, others, tuple(map(_type_of, outs)), changed, program)
 
 
-def _start(needs: Needs, v: Any, rows: Any, value: Any, known: Values, some: Values) -> None:
-    """Adds an input to the initial values: the rows that are needed, or all."""
-    wanted: Any = None if v in needs.whole else needs.rows.get(v)
-    if isinstance(rows, Ids) and wanted is not rows:
-        value = rows.put(jnp.zeros((rows.rows.stop, *value.shape[1:]), value.dtype), value)
-        rows = rows.whole
-    elif isinstance(wanted, Ids) and wanted is not rows:
-        value, rows = wanted.of(value), wanted
-    (known if rows is None else some)[v] = value
-
-
-def _like(pair: Some) -> jax.ShapeDtypeStruct:
-    v, rows = pair
+def _type_of(selected: Selected) -> jax.ShapeDtypeStruct:
+    v, rows = selected
     aval, weak = v.aval, getattr(v.aval, "weak_type", False)
     shape = aval.shape if rows is None else rows.shape(aval.shape)
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=weak)
+
+
+def _ids_type(ids: RowIds) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((ids.number,), jnp.int32)
 
 
 _FORMAT = "distribute_jax program 1"
@@ -202,38 +180,6 @@ A step was compiled for {theirs}, and this process computes on {ours}. All worke
 and so do all servers; JAX_PLATFORMS={first} chooses it."""
 
 
-@dataclass(frozen=True, eq=False)
-class LoadedPart:
-    """A program that was loaded from bytes; called like a ``Part``."""
-
-    call: Callable[..., Sequence[jax.Array]]
-    takes: Sequence[Any]
-    """The types of inputs."""
-    wanted: int
-    """The number of outputs that are returned."""
-    touched: tuple[int, ...]
-
-    def __call__(self, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
-        return self._run(self.compiled, state, values)
-
-    def in_place(self, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
-        """Returns the same, and donates the ``touched`` state."""
-        return self._run(self._donating, state, values)
-
-    def _run(self, compiled: Any, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
-        inputs = map(filled, [*state, *values], self.takes)
-        return list(compiled(*inputs)[: self.wanted])
-
-    @functools.cached_property
-    def compiled(self) -> Any:
-        """The program, compiled."""
-        return jax.jit(self.call).lower(*self.takes).compile()
-
-    @functools.cached_property
-    def _donating(self) -> Any:
-        return jax.jit(self.call, donate_argnums=self.touched).lower(*self.takes).compile()
-
-
 def export_part(part: Part, platforms: Sequence[str]) -> bytes:
     """Serializes a program for platforms such as ``"cpu"``."""
     for eqn in equations(part.jaxpr.jaxpr):
@@ -243,10 +189,7 @@ def export_part(part: Part, platforms: Sequence[str]) -> bytes:
     types = (*part.state, *part.values)
 
     def flat(*values: Any) -> list[jax.Array]:
-        keys = [as_key(x, like) for x, like in zip(values, types, strict=True)]
-        return [
-            as_numbers(x) for x in part.jitted(keys[: len(part.state)], keys[len(part.state) :])
-        ]
+        return list(map(as_numbers, part.function(*map(as_key, values, types))))
 
     try:
         exported = export.export(jax.jit(flat), platforms=tuple(platforms))(
@@ -258,6 +201,7 @@ def export_part(part: Part, platforms: Sequence[str]) -> bytes:
         "format": _FORMAT,
         "jax": jax.__version__,
         "platforms": list(platforms),
+        "state": len(part.state),
         "takes": [(aval.shape, str(aval.dtype)) for aval in exported.in_avals],
         "returns": [(aval.shape, str(aval.dtype)) for aval in exported.out_avals],
         "kept": exported.module_kept_var_idx,
@@ -267,7 +211,7 @@ def export_part(part: Part, platforms: Sequence[str]) -> bytes:
     return json.dumps(head).encode() + b"\n" + exported.mlir_module_serialized
 
 
-def load_part(data: bytes) -> LoadedPart:
+def load_part(data: bytes) -> Part:
     """Loads a program from ``export_part``, made with this version of JAX for this platform."""
     head, _, body = bytes(data).partition(b"\n")
     try:
@@ -275,6 +219,7 @@ def load_part(data: bytes) -> LoadedPart:
         theirs, platforms = str(facts["jax"]), tuple(map(str, facts["platforms"]))
         takes, returns = ([_type(*of) for of in facts[key]] for key in ("takes", "returns"))
         kept, wanted = tuple(map(int, facts["kept"])), int(facts["wanted"])
+        state, values = tuple(takes[: facts["state"]]), tuple(takes[facts["state"] :])
         touched = tuple(map(int, facts["touched"]))
         is_ours = facts["format"] == _FORMAT and bool(platforms) and bool(body)
     except (ValueError, KeyError, TypeError) as error:
@@ -295,8 +240,8 @@ def load_part(data: bytes) -> LoadedPart:
         module_kept_var_idx=kept,
     )
     try:
-        loaded = LoadedPart(exported.call, takes, wanted, touched)
-        _ = loaded.compiled
+        loaded = Part(exported.call, state, values, tuple(returns[:wanted]), touched)
+        _ = loaded.compiled  # fails now rather than at the first call
     except Exception as error:  # a parser may raise anything on damaged bytes
         raise ArgumentError(_NOT_OURS.format(size=len(data))) from error
     return loaded

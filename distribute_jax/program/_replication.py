@@ -10,7 +10,7 @@ every time. XLA on GPUs does not for scatter-add, unless ``--xla_gpu_determinist
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -113,15 +113,23 @@ class Walk:
             # Several bodies may hold the same captured ref, and write to it.
             env[var] = frozenset({"a captured ref"}) if is_ref(var) else self.constant(value)
 
-        def read(atom: Any) -> Mark:
-            return self.constant(atom.val) if isinstance(atom, Literal) else env[atom]
+        for _ in self.equations(jaxpr, env, control):
+            pass
+        return [self._read(v, env) for v in jaxpr.outvars], [env[v] for v in jaxpr.invars]
 
+    def equations(
+        self, jaxpr: Any, env: dict[Any, Mark], control: Control
+    ) -> Iterator[tuple[Any, list[Mark], list[Mark]]]:
+        """Yields each equation with the marks of its operands and results, which are added to ``env``."""
         for eqn in jaxpr.eqns:
-            outcome = self.apply(eqn, list(map(read, eqn.invars)), control)
+            operands = [self._read(v, env) for v in eqn.invars]
+            outcome = self.apply(eqn, operands, control)
             env.update(zip(eqn.outvars, outcome.outs, strict=True))
-            for i, mark in outcome.writes.items():
-                env[eqn.invars[i]] = mark
-        return list(map(read, jaxpr.outvars)), [env[v] for v in jaxpr.invars]
+            env.update((eqn.invars[i], mark) for i, mark in outcome.writes.items())
+            yield eqn, operands, outcome.outs
+
+    def _read(self, atom: Any, env: dict[Any, Mark]) -> Mark:
+        return self.constant(atom.val) if isinstance(atom, Literal) else env[atom]
 
     def constant(self, value: Any) -> Mark:
         return MIRRORED

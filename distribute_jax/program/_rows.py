@@ -22,9 +22,7 @@ import numpy as np
 
 from distribute_jax._errors import ArgumentError, log_once
 from distribute_jax.program._jaxprs import (
-    CALLS,
     Values,
-    called_body,
     has_effects,
     initial_values,
     inputs_of,
@@ -52,8 +50,8 @@ class Rows(NamedTuple):
         return (self.stop - self.first, *whole[1:])
 
 
-class Ids:
-    """The rows of an array that a batch looks up: their number is static, the row ids are traced."""
+class RowIds:
+    """The rows of an array that a batch looks up: their number is static, the ids are traced."""
 
     def __init__(self, number: int, rows: Rows, whole: Rows | None = None) -> None:
         """Takes the largest number of rows that are looked up, among these ``rows`` of the array.
@@ -62,6 +60,11 @@ class Ids:
         """
         self.number, self.rows, self.whole = number, rows, whole
         self._ids: Any = None
+
+    def among(self, rows: Rows | None) -> RowIds:
+        """Returns those that a server looks up, which has some rows of the array, or all of them."""
+        size = (rows or self.rows).stop - (rows or self.rows).first
+        return RowIds(min(self.number, size), Rows(0, size), rows)
 
     def set(self, plus_one: Any) -> None:
         """Sets the row ids: sorted, each plus 1, and padded with zeros."""
@@ -76,9 +79,9 @@ class Ids:
         """Returns these rows."""
         return array.at[self._ids].get(mode="fill", fill_value=0)
 
-    def put(self, array: Any, some: Any) -> Any:
+    def put(self, array: Any, values: Any) -> Any:
         """Returns an array with other values in these rows."""
-        return array.at[self._ids].set(some, mode="drop")
+        return array.at[self._ids].set(values, mode="drop")
 
     def local(self, eqn: Any, indices: Any) -> Any:
         """Returns the indices of an equation, relative to these rows."""
@@ -137,15 +140,19 @@ variable_partitioner returned {numbers!r:.80} for {name} of shape {shape}. It mu
 number of parts along each dim, such as [2, 1] for two dims; only dim 0 is divided."""
 
 
+Selected = tuple[Any, Rows | RowIds | None]
+"""A variable of a program, and which rows of it; None for all."""
+
+
 class Needs:
     """The values, whole or some rows of them, that equations need to compute some results."""
 
     def __init__(
         self,
         eqns: Sequence[Any],
-        rows: Mapping[Any, Rows | Ids],
+        rows: Mapping[Any, Rows | RowIds],
         whole: Iterable[Any] = (),
-        lookups: Mapping[int, Ids] = MappingProxyType({}),
+        lookups: Mapping[int, RowIds] = MappingProxyType({}),
     ) -> None:
         """Takes the results that are wanted, by ``rows`` or ``whole``.
 
@@ -163,13 +170,13 @@ class Needs:
                 operands = [lookups.get(id(eqn)), *[None] * (len(eqn.invars) - 1)]
                 self._need_whole(eqn.outvars, eqn)
             for v, of in zip(eqn.invars, operands or (), strict=False):
-                if isinstance(v, jex_core.Literal) or of == ():
+                if isinstance(v, jex_core.Literal):
                     continue
                 if of is None or self.rows.setdefault(v, of) != of:
                     self._need_whole([v], eqn)
 
-    def _need_whole(self, some: Iterable[Any], eqn: Any) -> None:
-        for v in some:
+    def _need_whole(self, values: Iterable[Any], eqn: Any) -> None:
+        for v in values:
             self.whole.setdefault(v, eqn)
 
     def by_rows(self, eqn: Any) -> bool:
@@ -178,28 +185,77 @@ class Needs:
             v in self.whole for v in eqn.outvars
         )
 
-    def _mode(self, eqn: Any) -> str:
-        """Returns how an equation runs: on ``"rows"``, as a ``"lookup"``, ``"whole"``, or ``""`` (not)."""
-        if self.by_rows(eqn):
-            return "rows"
-        if not has_effects(eqn) and not any(v in self.whole for v in eqn.outvars):
-            return ""
-        is_lookup = id(eqn) in self._lookups and eqn.invars[0] not in self.whole
-        return "lookup" if is_lookup else "whole"
+    def is_lookup(self, eqn: Any) -> bool:
+        """True if an equation reads some rows of a table."""
+        return id(eqn) in self._lookups and eqn.invars[0] not in self.whole
 
-    def run(self, jaxpr: Any, known: Values, some: Values) -> None:
-        """Runs the equations; adds whole results to ``known``, and rows of results to ``some``."""
-        for way, eqns in itertools.groupby(self.eqns, self._mode):
-            if way == "whole":
-                run_equations(jaxpr, list(eqns), known, self.whole)
+
+class Computed:
+    """The values that equations compute: whole, or the rows that are needed."""
+
+    def __init__(self, body: Any, needs: Needs) -> None:
+        """Starts with the constants of a program."""
+        self._jaxpr, self._needs = open_jaxpr(body), needs
+        self._whole = initial_values(body, [None] * len(self._jaxpr.invars))
+        self._rows: Values = {}
+
+    def add(self, v: Any, rows: Rows | RowIds | None, value: Any) -> None:
+        """Adds an input, of which these rows are known: keeps what is needed of it."""
+        wanted = None if v in self._needs.whole else self._needs.rows.get(v)
+        if isinstance(rows, RowIds) and wanted is not rows:
+            value = rows.put(jnp.zeros((rows.rows.stop, *value.shape[1:]), value.dtype), value)
+            rows = rows.whole
+        elif isinstance(wanted, RowIds) and wanted is not rows:
+            value, rows = wanted.of(value), wanted
+        (self._whole if rows is None else self._rows)[v] = value
+
+    def run(self) -> None:
+        """Runs the equations."""
+        for kind, eqns in itertools.groupby(self._needs.eqns, self._kind):
+            if kind == "whole":
+                run_equations(self._jaxpr, list(eqns), self._whole, self._needs.whole)
                 continue
-            for eqn in eqns if way else ():
-                outs = _run(eqn, self, known, some)
-                (some if way == "rows" else known).update(zip(eqn.outvars, outs, strict=True))
+            values = self._rows if kind == "by rows" else self._whole
+            for eqn in eqns if kind else ():
+                values[eqn.outvars[0]] = self._on_rows(eqn)
 
-    def value(self, v: Any, known: Values, some: Values) -> Any:
-        """Returns the needed rows of a value."""
-        return some[v] if v in some else self.rows[v].of(value_of(v, known))
+    def _kind(self, eqn: Any) -> str:
+        """Returns how an equation runs: ``"by rows"``, as a ``"lookup"``, ``"whole"``, or ``""`` (not)."""
+        if self._needs.by_rows(eqn):
+            return "by rows"
+        if not has_effects(eqn) and not any(v in self._needs.whole for v in eqn.outvars):
+            return ""
+        return "lookup" if self._needs.is_lookup(eqn) else "whole"
+
+    def _on_rows(self, eqn: Any) -> Any:
+        """Returns the result of an equation on some rows, or of a lookup."""
+        params = dict(eqn.params)
+        if takes_rows(eqn):
+            table, indices, *updates = eqn.invars
+            ids: Any = self._needs.rows[table]
+            others = [ids.local(eqn, self.of(indices)), *map(self.of, updates)]
+            return eqn.primitive.bind(self.needed(table), *others, **params)
+        rows: Any = self._needs.rows[eqn.outvars[0]]
+        operands = [
+            self.needed(v) if of else self.of(v)
+            for v, of in zip(eqn.invars, _operands(eqn, rows) or (), strict=True)
+        ]
+        for key in {"shape", "new_sizes"} & params.keys():
+            params[key] = rows.shape(params[key])
+        if "sharding" in params:
+            params["sharding"] = None
+        out = eqn.primitive.bind(*operands, **params)
+        return out[0] if eqn.primitive.multiple_results else out
+
+    def needed(self, v: Any) -> Any:
+        """Returns the rows of a value that are needed."""
+        return self._rows[v] if v in self._rows else self._needs.rows[v].of(self.of(v))
+
+    def of(self, v: Any, rows: Rows | RowIds | None = None) -> Any:
+        """Returns a value, or these rows of it."""
+        if rows is None:
+            return value_of(v, self._whole)
+        return self._rows[v] if v in self._rows else rows.of(self._whole[v])
 
 
 _REDUCTIONS = frozenset({
@@ -208,23 +264,18 @@ _REDUCTIONS = frozenset({
 })  # fmt: skip
 
 
-def _operands(eqn: Any, rows: Rows | Ids) -> list[Any] | None:
-    """Returns for each operand what rows of the result need: rows, None for the whole, () for nothing.
+def _operands(eqn: Any, rows: Rows | RowIds) -> list[Any] | None:
+    """Returns for each operand which rows of it some rows of the result need; None for the whole.
 
     None in place of the list means that the equation cannot run on rows.
     """
     kind, params = eqn.primitive.name, eqn.params
     shapes: list[Any] = [getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)]
-    if kind in CALLS and (body := called_body(eqn)) is not None:
-        needs = _body_needs(open_jaxpr(body), rows)
-        return [
-            None if v in needs.whole else needs.rows.get(v, ()) for v in open_jaxpr(body).invars
-        ]
     if len(eqn.outvars) > 1 or not shapes[-1]:
         return None
     if kind in SUMS:
         return [rows]
-    if kind == "scatter-add" and isinstance(rows, Ids) and takes_rows(eqn):
+    if kind == "scatter-add" and isinstance(rows, RowIds) and takes_rows(eqn):
         return [rows, None, None]
     if kind in ELEMENTWISE or kind == "select_n":
         fits = all(shape in ((), shapes[-1]) for shape in shapes)
@@ -257,41 +308,6 @@ def takes_rows(eqn: Any) -> bool:
     return tuple(map(tuple, dims)) == ((0,), (0,), ()) and window == table[1:]
 
 
-def _body_needs(jaxpr: Any, rows: Rows | Ids) -> Needs:
-    return Needs(jaxpr.eqns, dict.fromkeys(variables(jaxpr.outvars), rows))
-
-
-def _run(eqn: Any, needs: Needs, known: Values, some: Values) -> list[Any]:
-    """Runs an equation on some rows, or a lookup."""
-    if takes_rows(eqn):
-        table, indices, *updates = eqn.invars
-        ids: Any = needs.rows[table]
-        others = [ids.local(eqn, value_of(indices, known)), *(value_of(v, known) for v in updates)]
-        return [eqn.primitive.bind(needs.value(table, known, some), *others, **eqn.params)]
-    rows = next(needs.rows[v] for v in eqn.outvars if v in needs.rows)
-    ways = _operands(eqn, rows) or []
-    operands = [
-        None if of == () else needs.value(v, known, some) if of else value_of(v, known)
-        for v, of in zip(eqn.invars, ways, strict=True)
-    ]
-    if eqn.primitive.name in CALLS:
-        body = called_body(eqn)
-        inner = open_jaxpr(body)
-        inside = initial_values(body, operands)
-        of_rows = dict(zip(inner.invars, operands, strict=True))
-        of_rows = {v: of_rows[v] for v, of in zip(inner.invars, ways, strict=True) if of}
-        of_body = _body_needs(inner, rows)
-        of_body.run(inner, inside, of_rows)
-        return [of_body.value(v, inside, of_rows) for v in inner.outvars]
-    params = dict(eqn.params)
-    for key in {"shape", "new_sizes"} & params.keys():
-        params[key] = rows.shape(params[key])
-    if "sharding" in params:
-        params["sharding"] = None
-    outs = eqn.primitive.bind(*operands, **params)
-    return list(outs) if eqn.primitive.multiple_results else [outs]
-
-
 _MIN_TABLE_ELEMENTS = 1 << 14
 """Tables of fewer elements are read whole, which is faster."""
 
@@ -318,7 +334,7 @@ class Lookups:
         eqns: Sequence[Any],
         tables: Mapping[Any, str],
         state: set[Any],
-        hands: Sequence[Any],
+        sent: Sequence[Any],
         results: Iterable[Any],
     ) -> None:
         """Finds the lookups in a worker's equations.
@@ -327,7 +343,7 @@ class Lookups:
             eqns: the equations.
             tables: the state that may be a table, with its name.
             state: all state; indices must not depend on it.
-            hands: the outputs for servers.
+            sent: the outputs for servers.
             results: outputs that are returned whole.
         """
         self.eqns, self._state = [one for eqn in eqns for one in _single(eqn)], state
@@ -336,19 +352,21 @@ class Lookups:
         while True:
             keys = {v: (_indices(gathers), v.aval.shape[0]) for v, gathers in uses.items()}
             self.ids = {
-                key: Ids(sum(prod(i.aval.shape[:-1]) for i in key[0]), Rows(0, key[1]))
+                key: RowIds(sum(prod(i.aval.shape[:-1]) for i in key[0]), Rows(0, key[1]))
                 for key in dict.fromkeys(keys.values())
             }
             self.tables = {v: self.ids[key] for v, key in keys.items()}
-            self.hands = {
+            """The rows that are read of each table."""
+            self.gradients = {
                 v: ids
                 for (indices, rows), ids in self.ids.items()
-                for v, left in unchanged(self.eqns, {}, indices).items()
-                if left is ZERO and v in hands and v.aval.shape[:1] == (rows,)
+                for v, value in unchanged(self.eqns, {}, indices).items()
+                if value is ZERO and v in sent and v.aval.shape[:1] == (rows,)
             }
-            lookups = {id(eqn): self.tables[v] for v, some in uses.items() for eqn in some}
-            rest = [*whole, *(v for v in hands if v not in self.hands)]
-            self.needs = Needs(self.eqns, self.hands, rest, lookups)
+            """The rows that are sent of each output; the others are zero."""
+            lookups = {id(eqn): self.tables[v] for v, gathers in uses.items() for eqn in gathers}
+            rest = [*whole, *(v for v in sent if v not in self.gradients)]
+            self.needs = Needs(self.eqns, self.gradients, rest, lookups)
             wrong = [v for v in uses if v in self.needs.whole]
             for v in wrong:
                 del uses[v]
@@ -427,25 +445,17 @@ def unchanged(
         start: the values of inputs in these rows: ``ZERO``, or any object that represents the value.
         indices: the index arrays of lookups; other rows do not change when a gradient is added at them.
     """
-    left = dict(start)
+    values = dict(start)
     for eqn in eqns:
-        body = called_body(eqn) if eqn.primitive.name in CALLS else None
         operands = [
             (ZERO if np.ndim(v.val) == 0 and v.val == 0 else None)
             if isinstance(v, jex_core.Literal)
-            else left.get(v)
+            else values.get(v)
             for v in eqn.invars
         ]
-        if body is not None:
-            inner = open_jaxpr(body)
-            inside = unchanged(inner.eqns, dict(zip(inner.invars, operands, strict=True)))
-            outs = [
-                None if isinstance(v, jex_core.Literal) else inside.get(v) for v in inner.outvars
-            ]
-        else:
-            outs = [_unlooked_value(eqn, operands, indices)]
-        left.update((v, out) for v, out in zip(eqn.outvars, outs, strict=False) if out is not None)
-    return left
+        if (value := _unlooked_value(eqn, operands, indices)) is not None:
+            values[eqn.outvars[0]] = value
+    return values
 
 
 def _unlooked_value(eqn: Any, operands: Sequence[Any], indices: Collection[Any]) -> Any:

@@ -34,11 +34,11 @@ from distribute_jax._mesh import (
 )
 from distribute_jax.program._gather import Gathering, Share, ShareSpec, inline_forwarded
 from distribute_jax.program._jaxprs import (
-    Override,
     Values,
     collectives,
     has_effects,
     initial_values,
+    inlined,
     inputs_of,
     is_jit_of_collectives,
     outputs_of,
@@ -46,7 +46,6 @@ from distribute_jax.program._jaxprs import (
     value_of,
     variables,
     with_inner,
-    with_overrides,
 )
 from distribute_jax.program._lowerings import Compiled, FlatStep, compile_for_mesh
 from distribute_jax.program._placement import share_sharding, share_spec
@@ -87,7 +86,7 @@ def lower_split(step: FlatStep, split: type[SplitStep]) -> FlatStep:
             for i in halves.reads
             for spec in [shares.get(i)]
         ),
-        out_specs=[share_spec(value.dim) for value in halves.boundary()],
+        out_specs=jax.tree.map(lambda value: share_spec(value.dim), halves.boundary()),
         axis_names=manual_axes(mesh),
         check_vma=False,
     )
@@ -101,10 +100,10 @@ def lower_split(step: FlatStep, split: type[SplitStep]) -> FlatStep:
 
     def all_replicas(*inputs: Any) -> list[Any]:
         parts = first(*(_copies_of_groups(inputs[i], shares.get(i), over) for i in halves.reads))
-        boundary = [
-            _copies_of_groups(x, value.spec, over, back=True)
-            for x, value in zip(parts, halves.boundary(), strict=True)
-        ]
+        boundary = jax.tree.map(
+            lambda value, x: _copies_of_groups(x, value.spec, over, back=True),
+            halves.boundary(), parts,
+        )  # fmt: skip
         return halves.second(inputs, boundary, store)
 
     return replace(step, function=all_replicas)
@@ -133,26 +132,12 @@ def split_in(
 ) -> _S:
     """Splits a traced step."""
     marks = [_NOT_REPLICATED if split else MIRRORED for split in step.shardings.split]
-    each, replicas = replicas_per_device(step.mesh), num_replicas(step.mesh)
-    return kind(
-        body,
-        marks,
-        step.shardings.mirrored,
-        replicas,
-        each,
-        shares,
-        results,
-        step.reshard_after_forward,
-    )
+    mirrored, reshard = step.shardings.mirrored, step.reshard_after_forward
+    return kind(body, marks, mirrored, step.mesh, shares, results, reshard)
 
 
-def traced(step: FlatStep, opens: Callable[[Any], bool] = lambda eqn: False) -> Any:
-    """Traces the step of one replica, with ``jit``s around collectives, or that it ``opens``, inlined."""
-
-    def way(eqn: Any) -> Override:
-        is_opened = is_jit_of_collectives(eqn) or opens(eqn)
-        return with_overrides(eqn.params["jaxpr"], way) if is_opened else None
-
+def traced(step: FlatStep, opens: Callable[[Any], bool] = is_jit_of_collectives) -> Any:
+    """Traces the step of one replica, and inlines ``jit``s around collectives, or the calls it ``opens``."""
     replicas = num_replicas(step.mesh)
     shares = [
         jax.ShapeDtypeStruct((a.shape[0] // replicas, *a.shape[1:]), a.dtype) if split else a
@@ -160,9 +145,7 @@ def traced(step: FlatStep, opens: Callable[[Any], bool] = lambda eqn: False) -> 
     ]
     with jax.sharding.use_abstract_mesh(inside_replica(step.mesh)):
         body = jax.make_jaxpr(step.function, axis_env=[(DATA, replicas)])(*shares)
-        if any(map(way, body.jaxpr.eqns)):
-            body = jax.make_jaxpr(with_overrides(body, way), axis_env=[(DATA, replicas)])(*shares)
-    return inline_forwarded(body)
+    return inline_forwarded(inlined(body, opens))
 
 
 def _stored(
@@ -208,6 +191,10 @@ class BoundaryValue:
         return jnp.zeros(shape, self.aval.dtype)
 
 
+Boundary = tuple[list[Any], list[list[Any]]]
+"""The passed values; and for each condition, what each of its branches passes."""
+
+
 class SplitStep:
     """The two halves of a jaxpr of one replica; outputs that are not mirrored are stacked along dim 0."""
 
@@ -216,22 +203,26 @@ class SplitStep:
         body: Any,
         marks: Sequence[Mark],
         mirrored: Sequence[bool],
-        replicas: int,
-        each: int,
+        mesh: Mesh,
         shares: Mapping[int, ShareSpec | None],
         results: Mapping[int, ShareSpec | None],
         reshard_after_forward: bool | None = None,
     ) -> None:
-        """Splits a step of this many replicas, ``each`` of them on one device.
+        """Takes the ``marks`` of inputs, and which outputs are ``mirrored``.
 
         ``shares`` says how inputs are divided, ``results`` how outputs should be.
         """
         self._reshard = reshard_after_forward
-        self.body, self.jaxpr, self.replicas, self.each = body, body.jaxpr, replicas, each
+        self.body, self.jaxpr, self.mesh, self.each = (
+            body,
+            body.jaxpr,
+            mesh,
+            replicas_per_device(mesh),
+        )
         self._shares = {i: spec for i, spec in shares.items() if spec is not None}
         self._wanted = _wanted(self.jaxpr, results)
-        self._marks: dict[Any, Mark] = dict(zip(self.jaxpr.invars, marks, strict=True))
-        self._walk = Walk(replicas)
+        self._marks: dict[Any, Mark] = dict.fromkeys(self.jaxpr.constvars, MIRRORED)
+        self._marks.update(zip(self.jaxpr.invars, marks, strict=True))
         self._first: list[Any] = []
         self._sums: list[Any] = []
         self._branches: dict[int, Branches] = {}
@@ -239,7 +230,7 @@ class SplitStep:
         outs = zip(self.jaxpr.outvars, mirrored, strict=True)
         self.per_replica = set(variables(v for v, same in outs if not same))
         self._needed = set(self.per_replica)
-        self._sort(self._marked())
+        self._sort(list(Walk(num_replicas(mesh)).equations(self.jaxpr, self._marks, Control())))
         self.passed = self._passed()
         """The values that pass from the first half to the second, by variable of the jaxpr."""
         first = [*self._first, *self._sums]
@@ -247,31 +238,19 @@ class SplitStep:
         self.reads = [i for i, v in enumerate(self.jaxpr.invars) if v in read]
         """The inputs that the first half takes."""
 
-    def _marked(self) -> list[tuple[Any, list[Mark], bool]]:
-        """Returns each equation, its operands' marks, and whether its results differ between replicas."""
-        marks = self._marks
-        marks.update(dict.fromkeys(self.jaxpr.constvars, MIRRORED))
-        marked = []
-        for eqn in self.jaxpr.eqns:
-            operands = [
-                MIRRORED if isinstance(v, jex_core.Literal) else marks[v] for v in eqn.invars
-            ]
-            outcome = self._walk.apply(eqn, operands, Control())
-            marks.update(zip(eqn.outvars, outcome.outs, strict=True))
-            for i, mark in outcome.writes.items():
-                marks[eqn.invars[i]] = mark
-            marked.append((eqn, operands, any(outcome.outs)))
-        return marked
-
     def is_for_each(self, eqn: Any) -> bool:
         """True if an equation must run on each replica although its results are equal on all."""
         return is_bound_to_replicas(eqn) or any(
             inner.primitive.name in _SHARDING_PRIMITIVES for inner in with_inner(eqn)
         )
 
-    def _sort(self, marked: Sequence[tuple[Any, list[Mark], bool]]) -> None:
-        """Assigns equations to the halves, last to first, so that the first has only what a replica needs."""
-        for eqn, operands, differs in reversed(marked):
+    def _sort(self, marked: Sequence[tuple[Any, list[Mark], list[Mark]]]) -> None:
+        """Assigns equations to the halves, last to first, so that the first has only what a replica needs.
+
+        Each comes with the marks of its operands and results.
+        """
+        for eqn, operands, results in reversed(marked):
+            differs = any(results)
             needed = any(v in self._needed for v in eqn.outvars)
             each = differs or any(operands) or self.is_for_each(eqn)
             if not needed and not each:
@@ -299,7 +278,7 @@ class SplitStep:
         for v in after:
             if v in self.per_replica:
                 passed[v] = BoundaryValue(
-                    v.aval, ShareSpec(0, (None,) * v.aval.ndim, self.replicas // self.each)
+                    v.aval, ShareSpec(0, (None,) * v.aval.ndim, self.mesh.shape[DATA])
                 )
             elif v in first or self._marks.get(v):
                 passed[v] = BoundaryValue(v.aval)
@@ -309,28 +288,27 @@ class SplitStep:
             passed[v] = BoundaryValue(v.aval, None if v in outs else self._wanted.get(v))
         return passed
 
-    def boundary(self) -> list[BoundaryValue]:
-        """Returns the values that the first half returns, in order."""
-        inner = [value for branches in self._branches.values() for value in branches.boundary()]
-        return [*self.passed.values(), *inner]
+    def boundary(self) -> Boundary:
+        """Returns what the first half returns."""
+        return [*self.passed.values()], [
+            [halves.boundary() for halves in branches.halves]
+            for branches in self._branches.values()
+        ]
 
-    def first(self, inputs: Sequence[Any]) -> list[Any]:
+    def first(self, inputs: Sequence[Any]) -> Boundary:
         """Runs the first half of one replica."""
         values, gathering = self.first_values(inputs), self.gathering()
         wanted = [*self.passed, *self._needed]
         gathering.run(self.jaxpr, self._first, values, wanted, self.scattered())
         self.add_up(values)
         inner = self.run_branches(values, gathering)
-        return [*gathering.whole([values[v] for v in self.passed]), *inner]
+        return gathering.whole([values[v] for v in self.passed]), inner
 
-    def run_branches(self, values: Values, gathering: Gathering) -> list[Any]:
+    def run_branches(self, values: Values, gathering: Gathering) -> list[list[Boundary]]:
         """Runs the first halves of conditions."""
         return [
-            value
+            branches.first(gathering.whole([value_of(v, values) for v in branches.reads]))
             for branches in self._branches.values()
-            for value in branches.first(
-                gathering.whole([value_of(v, values) for v in branches.reads])
-            )
         ]
 
     def first_values(self, inputs: Sequence[Any]) -> Values:
@@ -373,16 +351,12 @@ class SplitStep:
                 values[out] = share.local
 
     def second(
-        self, inputs: Sequence[Any], boundary: Sequence[Any], store: Mapping[int, Store]
+        self, inputs: Sequence[Any], boundary: Boundary, store: Mapping[int, Store]
     ) -> list[Any]:
         """Runs the second half on the inputs and on what the first half returned, as global arrays."""
-        values = initial_values(self.body, inputs)
-        flow = iter(boundary)
-        values.update((v, next(flow)) for v in self.passed)
-        inner = {
-            key: [next(flow) for _ in branches.boundary()]
-            for key, branches in self._branches.items()
-        }
+        values, (passed, inner) = initial_values(self.body, inputs), boundary
+        values.update(zip(self.passed, passed, strict=True))
+        inner_of = dict(zip(self._branches, inner, strict=True))
         wanted = [*inputs_of(self._second), *self.jaxpr.outvars]
         to_store = {
             v: store[i]
@@ -399,7 +373,7 @@ class SplitStep:
             for eqn in eqns:
                 # Inside the branch, so that a branch that leaves state unchanged costs nothing.
                 early = {i: to_store.pop(v) for i, v in enumerate(eqn.outvars) if v in to_store}
-                self._branches[id(eqn)].second(values, inner[id(eqn)], early)
+                self._branches[id(eqn)].second(values, inner_of[id(eqn)], early)
         values.update((v, put(value_of(v, values), v in computed)) for v, put in to_store.items())
         return [value_of(v, values) for v in self.jaxpr.outvars]
 
@@ -417,47 +391,40 @@ class Branches:
         self.eqn = eqn
         mirrored, of = [True] * len(eqn.outvars), type(around)
         self.halves = [
-            of(body, operands[1:], mirrored, around.replicas, around.each, {}, wanted)
+            of(body, operands[1:], mirrored, around.mesh, {}, wanted)
             for body in eqn.params["branches"]
         ]
         self._operands = sorted({i for halves in self.halves for i in halves.reads})
         self.reads = [eqn.invars[0], *(eqn.invars[1 + i] for i in self._operands)]
         """The index of the branch, and the operands that the first half of any branch takes."""
 
-    def boundary(self) -> list[BoundaryValue]:
-        """Returns the boundary values of all branches."""
-        return [value for halves in self.halves for value in halves.boundary()]
-
-    def first(self, reads: Sequence[Any]) -> list[Any]:
+    def first(self, reads: Sequence[Any]) -> list[Boundary]:
         """Runs the first half of the branch that is taken, and returns zeros for the others."""
         index, *operands = reads
 
-        def branch(number: int, *operands: Any) -> list[Any]:
+        def branch(taken: SplitStep, *operands: Any) -> list[Boundary]:
             operand = dict(zip(self._operands, operands, strict=True))
             return [
-                value
-                for k, halves in enumerate(self.halves)
-                for value in (
-                    halves.first([operand[i] for i in halves.reads])
-                    if k == number
-                    else [boundary.zeros() for boundary in halves.boundary()]
-                )
+                halves.first([operand[i] for i in halves.reads])
+                if halves is taken
+                else jax.tree.map(BoundaryValue.zeros, halves.boundary())
+                for halves in self.halves
             ]
 
-        branches = [functools.partial(branch, number) for number in range(len(self.halves))]
-        return list(jax.lax.switch(index, branches, *operands))
+        branches = [functools.partial(branch, halves) for halves in self.halves]
+        outs: list[Boundary] = jax.lax.switch(index, branches, *operands)
+        return outs
 
-    def second(self, values: Values, boundary: Sequence[Any], store: Mapping[int, Store]) -> None:
+    def second(
+        self, values: Values, boundary: Sequence[Boundary], store: Mapping[int, Store]
+    ) -> None:
         """Runs the second half of the branch that is taken."""
         index, *inputs = (value_of(v, values) for v in self.eqn.invars)
-        flow = iter(boundary)
-        parts = [list(itertools.islice(flow, len(halves.boundary()))) for halves in self.halves]
-
-        def branch(number: int, inputs: Any, parts: Any) -> list[Any]:
-            return self.halves[number].second(inputs, parts[number], store)
-
-        branches = [functools.partial(branch, number) for number in range(len(self.halves))]
-        outs = jax.lax.switch(index, branches, inputs, parts)
+        branches = [
+            lambda inputs, parts, k=k, halves=halves: halves.second(inputs, parts[k], store)
+            for k, halves in enumerate(self.halves)
+        ]
+        outs = jax.lax.switch(index, branches, inputs, boundary)
         values.update(zip(self.eqn.outvars, outs, strict=True))
 
 
