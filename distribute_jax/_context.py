@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -11,13 +12,13 @@ from typing import Any
 
 from distribute_jax import _frames
 from distribute_jax._errors import ContextError, MixedStrategiesError
-from distribute_jax._jax_private import at_top_level
+from distribute_jax._jax_private import at_top_level, backend_is_started
 
 
 class _ThreadState(threading.local):
-    def __init__(self) -> None:
-        self.is_prefetching = False
-        self.batches_taken: int | None = None
+    refusal = ""
+    """Why this thread must not run programs, as the second half of a sentence."""
+    batches_taken: int | None = None
 
 
 _thread = _ThreadState()
@@ -60,11 +61,11 @@ def other_thread_runs_steps() -> bool:
 @contextmanager
 def prefetching() -> Iterator[None]:
     """Marks this thread as one that prefetches batches for a loop in another thread."""
-    _thread.is_prefetching = True
+    _thread.refusal = _PREFETCHES
     try:
         yield
     finally:
-        _thread.is_prefetching = False
+        _thread.refusal = ""
 
 
 @contextmanager
@@ -89,15 +90,28 @@ plan_hooks: list[Callable[[Callable[[int | None], Any]], None]] = []
 """Functions to call in place of compiling the next step, with one that plans it for N replicas."""
 
 
+_PREFETCHES = """\
+by a source of batches, in the thread that reads ahead of the loop. Two programs at once could deadlock, and \
+would use weights of an earlier step. Pass InputOptions(experimental_per_replica_buffer_size=0): then each \
+batch is read in the loop's own thread, when it is asked for."""
+_FORKED = """\
+in a process that was forked from one in which JAX had started. JAX's threads do not exist here, so programs \
+would hang. Start processes with multiprocessing.get_context("spawn"), or fork before anything uses JAX."""
+
+
 def require_loop_thread(method: str) -> None:
-    """Raises in a prefetching thread, which would wait for the loop that waits for it."""
-    if _thread.is_prefetching:
-        raise ContextError(
-            f"{method} was called by a source of batches, in the thread that reads ahead of the loop. Two "
-            "programs at once could deadlock, and would use weights of an earlier step. Pass "
-            "InputOptions(experimental_per_replica_buffer_size=0): then each batch is read in the loop's own "
-            "thread, when it is asked for."
-        )
+    """Raises in a prefetching thread, which would wait for the loop that waits for it, and after a fork."""
+    if _thread.refusal:
+        raise ContextError(f"{method} was called {_thread.refusal}")
+
+
+def _after_fork() -> None:
+    if backend_is_started():
+        _ThreadState.refusal = _FORKED
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def require_cross_replica(method: str) -> None:

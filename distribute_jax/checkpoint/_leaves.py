@@ -164,6 +164,8 @@ def _key_text(name: Any) -> str:
 
 def spec_of(path: str, value: Any) -> Spec:
     """Describes a leaf without reading its values."""
+    if isinstance(value, np.ma.MaskedArray):
+        return Spec(path, OTHER, "a masked array, whose mask would be lost; save values and mask")
     if is_key(value):
         return Spec(path, KEY, str(jax.random.key_impl(value)), value.shape)
     if is_array(value) and is_numeric(value.dtype):

@@ -126,12 +126,18 @@ def _reading(folder: Path) -> Iterator[Any]:
     with _local_checkpointer() as orbax:
         try:
             yield orbax
-        except PermissionError:
-            raise
         except Exception as error:  # of any parser
+            if isinstance(error, MemoryError) or _is_of_machine(error):
+                raise
             raise CheckpointDamagedError(
                 f"Orbax cannot read {folder} ({error_text(error):.200})"
             ) from error
+
+
+def _is_of_machine(error: Exception) -> bool:
+    """True if the files may be whole: a lack of rights or descriptors must not set a checkpoint aside."""
+    of_files = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+    return isinstance(error, OSError) and not isinstance(error, of_files)
 
 
 def _as_numpy(some: Any) -> Any:

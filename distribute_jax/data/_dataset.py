@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -219,6 +220,8 @@ class DistributedIterator(Iterator[Any]):
         self._progress = EpochProgress()
         self._is_first = True
         self._loop: Loop | None = None
+        self._lock = threading.RLock()
+        """Held while a batch is taken: several threads may iterate, and all see the end."""
 
     def __next__(self) -> PyTree:
         """The next element; StopIteration at the end."""
@@ -290,20 +293,21 @@ class DistributedIterator(Iterator[Any]):
     def _take(self) -> tuple[PyTree, ...]:
         """Returns a tuple of the next element, or an empty one at the end."""
         self._dataset._guard()
-        if self._loop is not None and is_between_steps():
-            self._loop.between_steps()
-        with doing("waiting for the next batch"):
-            entry = next(self._elements, None)
-        if entry is None:
-            return ()
-        element, placed, self._observed = entry
-        if self._is_first:
-            self._is_first = False
-            self._dataset._note_first(element)
-        self._progress = element.progress
-        if self._loop is not None:
-            self._loop.took_batch()
-        return (placed,)
+        with self._lock:
+            if self._loop is not None and is_between_steps():
+                self._loop.between_steps()
+            with doing("waiting for the next batch"):
+                entry = next(self._elements, None)
+            if entry is None:
+                return ()
+            element, placed, self._observed = entry
+            if self._is_first:
+                self._is_first = False
+                self._dataset._note_first(element)
+            self._progress = element.progress
+            if self._loop is not None:
+                self._loop.took_batch()
+            return (placed,)
 
 
 def watch(iterator: DistributedIterator, loop: Loop | None) -> None:

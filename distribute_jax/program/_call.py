@@ -27,7 +27,7 @@ from distribute_jax._jax_private import (
     write_raw,
 )
 from distribute_jax._mesh import put
-from distribute_jax._messages import is_donated, is_key, listed
+from distribute_jax._messages import error_text, is_donated, is_key, listed
 from distribute_jax._values import PerReplica, mark_all_mirrored
 from distribute_jax.processes import doing
 from distribute_jax.program._arguments import Arguments
@@ -234,7 +234,7 @@ class BoundProgram:
             raise step_failure(self.step, self.program, error, lost=lost) from error
         self.check_readable(flat)
         if isinstance(error, TypeError) and "differ from the types" in str(error):
-            raise OutdatedError from error
+            raise OutdatedError(error_text(error)) from error
         placed = self.placed(flat)
         if all(a is b for a, b in zip(placed, flat, strict=True)):
             with explain_compile_errors(self.step):  # pmap compiles at its first call

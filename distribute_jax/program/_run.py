@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from distribute_jax._errors import StepsSkippedError
+from distribute_jax._errors import ArgumentError, StepsSkippedError
 from distribute_jax._messages import StepFunction
 from distribute_jax._values import PerReplica
 from distribute_jax.processes import doing, stepped
@@ -35,6 +35,11 @@ from distribute_jax.program._verify import verify
 _MAX_REMEMBERED_COMPARISONS = 1024
 _MAX_COMPARED_CALLS = 3
 """A step that does not change state, as during warm-up from a learning rate of 0, is compared again."""
+
+
+_OTHER_TYPES = """\
+{step} cannot take its inputs, as far as JAX sees them now: {reason}
+Arrays of 64 bits that were made under jax_enable_x64 can be used only under it: convert them, or set it."""
 
 
 class Runner:
@@ -132,7 +137,11 @@ class Runner:
         try:
             return self._execute(request, entry)
         except OutdatedError:
-            return self._execute(request, self.cache.bind(request, warn=False))
+            entry = self.cache.bind(request, warn=False)
+        try:
+            return self._execute(request, entry)
+        except OutdatedError as error:
+            raise ArgumentError(_OTHER_TYPES.format(step=entry.step, reason=error)) from error
 
     def _execute(self, request: Request, entry: BoundProgram) -> Any:
         arguments = request.arguments

@@ -67,7 +67,7 @@ def find_device(name: Any) -> jax.Device:
 
 def find_devices(names: Sequence[Any] | None) -> list[jax.Device]:
     """Returns the local devices of a strategy; all of them for None or an empty list."""
-    if names is None or (isinstance(names, Sequence) and not isinstance(names, str) and not names):
+    if names is None:
         return list(jax.local_devices())
     if is_integer(names) and not isinstance(names, bool):
         raise ArgumentError(
@@ -81,6 +81,8 @@ def find_devices(names: Sequence[Any] | None) -> list[jax.Device]:
             "The devices of a strategy must be a list, such as [0, 1] or ['gpu:0', 'gpu:1'], or None for "
             f"all local devices; got {names!r:.80}."
         )
+    if not (names := list(names)):
+        return list(jax.local_devices())
     devices = [find_device(name) for name in names]
     duplicates = [
         name for name, device in zip(names, devices, strict=True) if devices.count(device) > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from kill_saves import checked, state_of
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _read, _storage, _write, load, save
+from distribute_jax.checkpoint import _orbax, _read, _storage, _write, load, save
 from distribute_jax.checkpoint._storage import DiskDirectory
 
 HERE = Path(__file__).parent
@@ -208,18 +209,21 @@ def test_a_folder_without_read_permission_is_named(
 def test_a_step_without_read_permission_is_not_set_aside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is an error that says so, and nothing is set aside."""
+    """It is an error that says so, and nothing is set aside; as where too many files are open."""
     manager = dj.CheckpointManager(tmp_path)
     manager.save(1, {"x": np.zeros(2)})
     manager.wait()
 
-    def no_rights(*_: Any) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
+    def refused(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
 
-    for owner, name in ((DiskDirectory, "read"), (_read, "read_arrays")):
+    readers = (DiskDirectory, "read"), (_read, "read_arrays"), (_orbax, "_as_numpy")
+    for (owner, name), code in itertools.product(readers, (errno.EACCES, errno.EMFILE)):
         with monkeypatch.context() as broken:
-            broken.setattr(owner, name, no_rights)
-            with pytest.raises(dj.CheckpointFileError, match=r"cannot be read.*Permission denied"):
+            broken.setattr(owner, name, refused)
+            with pytest.raises(
+                dj.CheckpointFileError, match=f"cannot be read.*{os.strerror(code)}"
+            ):
                 manager.restore_latest({"x": np.ones(2)})
     assert manager.all_steps() == [1]
 

@@ -239,6 +239,7 @@ def test_an_ordered_dict_keeps_its_order_and_objects(tmp_path: Path) -> None:
 NOT_SAVED: dict[str, tuple[Any, str]] = {
     "a function": ({"f": len}, r"\['f'\]: a builtins.builtin_function_or_method"),
     "text arrays": ({"t": np.array(["a"])}, r"\['t'\]: a NumPy array of dtype <U1"),
+    "masked arrays": ({"m": np.ma.array([1.0], mask=[1])}, r"\['m'\]: a masked array"),
     "objects": ({"o": [np.array([None])]}, r"\['o'\]\[0\]: a NumPy array of dtype object"),
     "a subclass of int": ({"n": collections.Counter}, r"\['n'\]: a builtins.type"),
     "dates": ({"d": np.datetime64("2020-01-01")}, r"\['d'\]: a NumPy array of dtype datetime64"),

@@ -135,3 +135,22 @@ def wait_until(true: Any) -> None:
     while not true() and time.monotonic() < end:
         time.sleep(0.001)
     assert true()
+
+
+def test_several_threads_share_the_batches_of_an_iterator_and_all_see_the_end(
+    s2: dj.MirroredStrategy,
+) -> None:
+    """None of them waits forever for a batch after the last one."""
+    iterator = iter(s2.distribute_dataset(lambda: (np.full(2, i) for i in range(50))))
+    seen: list[int] = []
+
+    def loop() -> None:
+        seen.extend(int(s2.experimental_local_results(x)[0][0]) for x in iterator)
+
+    threads = [threading.Thread(target=loop, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert sorted(seen) == list(range(50))

@@ -230,3 +230,16 @@ def test_calls_within_and_outside_of_scope_share_a_program(s2: dj.Strategy):
     with s2.scope():
         s2.run(step, args=(jnp.ones(3),))
     assert len(traces) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
+def test_a_batch_of_64_bits_is_refused_once_64_bits_are_off(s2: dj.MirroredStrategy):
+    """The error is one of the library, says why, and later calls work."""
+    total = lambda x: x.sum()  # noqa: E731
+    with jax.enable_x64(True):
+        (wide,) = s2.distribute_dataset([np.arange(4.0)])
+        s2.run(total, args=(wide,))
+    with pytest.raises(dj.ArgumentError, match="64 bits"):
+        s2.run(total, args=(wide,))
+    (batch,) = s2.distribute_dataset([np.arange(4.0)])
+    assert s2.reduce("sum", s2.run(total, args=(batch,))) == 6.0

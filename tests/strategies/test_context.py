@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import threading
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -147,6 +150,23 @@ def test_another_thread_does_not_inherit_the_strategy(s2: dj.MirroredStrategy):
     assert seen == [False]
 
 
+def test_run_is_refused_in_a_process_that_was_forked_after_jax_started(s2: dj.MirroredStrategy):
+    """It would hang there, since JAX's threads do not exist in it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX and Python warn of the fork
+        child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(20)
+            s2.run(lambda: jnp.ones(2))
+        except dj.ContextError as error:
+            os._exit(42 if "was forked from one in which JAX" in str(error) else 1)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+    assert s2.run(lambda: jnp.ones(()) * 3) == 3.0
+
+
 def test_leaving_scopes_in_the_wrong_order_raises(s2: dj.MirroredStrategy):
     outer, inner = s2.scope(), s2.scope()
     outer.__enter__()
@@ -203,7 +223,9 @@ def test_an_unknown_device_raises_and_lists_the_local_ones(name: object):
 
 
 def test_mirrored_devices_default_to_all_and_must_be_distinct():
-    assert dj.MirroredStrategy([]).num_replicas_in_sync == len(jax.devices())
+    for none in ([], iter([])):
+        assert dj.MirroredStrategy(none).num_replicas_in_sync == len(jax.devices())
+    assert dj.MirroredStrategy(iter([0, 1])).num_replicas_in_sync == 2
     assert dj.MirroredStrategy().num_replicas_in_sync == len(jax.devices())
     with pytest.raises(ValueError, match="more than once"):
         dj.MirroredStrategy(["cpu:0", 0])
