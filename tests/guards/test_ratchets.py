@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_564,
-    lines_of_tests: 49_523,
+    lines: 50_485,
+    lines_of_tests: 49_569,
     files: 205,
     pieces: 0,
     private_words: 0,
