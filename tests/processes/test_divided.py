@@ -188,11 +188,11 @@ def _failures(strategy, folder, tree, me):
         folder.mkdir()
 
     late = mock.patch.object(_write, "write_bytes", slow)
-    with mock.patch.object(_agreement.WriteCoordinator, "_seconds", 2.0):
+    two_seconds = property(lambda _: 2.0, lambda *_: None)
+    with mock.patch.object(_agreement.WriteCoordinator, "_seconds", two_seconds, create=True):
         outcome["late"] = fails(3, only_on(1, late))
-    handed = mock.patch.object(_write, "VISIBILITY_SECONDS", 0.2)
     apart = mock.patch("distribute_jax.checkpoint._storage.DiskDirectory.write")
-    with handed:
+    with mock.patch.object(_write, "VISIBILITY_SECONDS", 0.2):
         outcome["apart"] = fails(3, only_on(1, apart))
     outcome["left"] = sorted(path.name for path in (folder / "steps").iterdir())
     outcome["at last"] = manager.save(3, other), message(manager.wait)
