@@ -18,14 +18,17 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 
+MORE = "More on this error: distribute-jax explain"
+
+
 class DistributeError(Exception):
     """The base class of the errors of this library; long messages end with the command that explains them."""
 
     def __str__(self) -> str:
-        text, command = super().__str__(), "distribute-jax explain"
-        if "\n" not in text or command in text or isinstance(self, ArgumentError):
+        text = super().__str__()
+        if "\n" not in text or MORE in text or isinstance(self, ArgumentError):
             return text
-        return f"{text.rstrip()}\nMore on this error: {command} {type(self).__name__}"
+        return f"{text.rstrip()}\n{MORE} {type(self).__name__}"
 
 
 class ContextError(DistributeError, RuntimeError):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._absent import describe_foreign
-from distribute_jax._errors import ArgumentError, DistributeError
+from distribute_jax._errors import MORE, ArgumentError, DistributeError
 
 
 def path_text(path: KeyPath, root: str = "") -> str:
@@ -40,8 +40,8 @@ def not_a_name(what: str, name: Any, names: Iterable[str]) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Returns the first and last line of an error's text, between which JAX puts C++ frames."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
+    """Returns the first and last line of an error's text, without JAX's C++ frames and the line of ``MORE``."""
+    lines = [line for line in str(error).split(f"\n{MORE}")[0].splitlines() if line.strip()]
     return " … ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
 
 
