@@ -17,7 +17,6 @@ from collections.abc import Hashable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
-
 MORE = "More on this error: distribute-jax explain"
 
 

@@ -40,7 +40,7 @@ def not_a_name(what: str, name: Any, names: Iterable[str]) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Returns the first and last line of an error's text, without JAX's C++ frames and the line of ``MORE``."""
+    """Returns the first and last line of an error's text, without JAX's C++ frames and ``MORE``."""
     lines = [line for line in str(error).split(f"\n{MORE}")[0].splitlines() if line.strip()]
     return " … ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
 

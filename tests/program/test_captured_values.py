@@ -181,7 +181,7 @@ def item_of(held: Any, read: Callable[[Any], Any], owner: Any = None) -> Way:
 WAYS: dict[str, Callable[[], Way]] = {
     "namespace": lambda: rate_of(argparse.Namespace(), lambda held: held.rate),
     "written name": lambda: rate_of(Plain(), lambda held: getattr(held, "rate")),  # noqa: B009
-    "computed name": lambda: rate_of(Plain(), lambda held: getattr(held, "ra" + "te".lower())),
+    "computed name": lambda: rate_of(Plain(), lambda held: getattr(held, "RATE".lower())),
     "all attributes": lambda: rate_of(Plain(), lambda held: sum(vars(held).values())),
     "partial of an object": lambda: rate_of(Plain(), partial(lambda held: held.rate)),
     "user dict": lambda: item_of(UserDict(), lambda held: held["rate"]),

@@ -342,7 +342,7 @@ def test_a_compute_device_may_be_the_parameter_device():
     ("arguments", "text"),
     [
         ({"compute_devices": ["cpu:9"]}, r"no local device 'cpu:9'.*'cpu:0'"),
-        ({"compute_devices": [0, "cpu:0"]}, "more than once"),
+        ({"compute_devices": [0, "cpu:0"]}, "same device"),
         ({"parameter_device": "tpu:0"}, r"no local device 'tpu:0'.*'cpu:7'"),
         ({"parameter_device": 8}, r"no local device 8\."),
         ({"memory_kind": "disk"}, "memory_kind on .*'device'.*got 'disk'"),

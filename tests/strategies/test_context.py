@@ -227,5 +227,5 @@ def test_mirrored_devices_default_to_all_and_must_be_distinct():
         assert dj.MirroredStrategy(none).num_replicas_in_sync == len(jax.devices())
     assert dj.MirroredStrategy(iter([0, 1])).num_replicas_in_sync == 2
     assert dj.MirroredStrategy().num_replicas_in_sync == len(jax.devices())
-    with pytest.raises(ValueError, match="more than once"):
+    with pytest.raises(ValueError, match="same device"):
         dj.MirroredStrategy(["cpu:0", 0])
