@@ -67,8 +67,7 @@ def find_device(name: Any) -> jax.Device:
 
 def find_devices(names: Sequence[Any] | None) -> list[jax.Device]:
     """Returns the local devices of a strategy; all of them for None or an empty list."""
-    if names is None:
-        return list(jax.local_devices())
+    names = [] if names is None else names
     if is_integer(names) and not isinstance(names, bool):
         raise ArgumentError(
             f"The devices of a strategy cannot be the number {names}. Pass [{names}] for device {names}, "
@@ -81,12 +80,9 @@ def find_devices(names: Sequence[Any] | None) -> list[jax.Device]:
             "The devices of a strategy must be a list, such as [0, 1] or ['gpu:0', 'gpu:1'], or None for "
             f"all local devices; got {names!r:.80}."
         )
-    if not (names := list(names)):
-        return list(jax.local_devices())
-    devices = [find_device(name) for name in names]
-    duplicates = [
-        name for name, device in zip(names, devices, strict=True) if devices.count(device) > 1
-    ]
+    named = [(name, find_device(name)) for name in names]
+    devices = [device for _, device in named] or list(jax.local_devices())
+    duplicates = [name for name, device in named if devices.count(device) > 1]
     if duplicates:
         raise ArgumentError(
             f"{list(map(str, duplicates))} refer to the same device; each replica needs a separate one."
