@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,6 +70,8 @@ class Arguments:
     """True if a distributed batch is among the arguments."""
     batches: int
     """The number of leaves that are ``PerReplica``s."""
+    is_repeatable: bool = False
+    """True if all leaves are arrays or full batches, so that :class:`RepeatedArguments` can stand for them."""
     shardings: tuple[NamedSharding | None, ...] = ()
     """How each of ``data`` is sharded in the program; empty if none is."""
 
@@ -102,12 +105,15 @@ def flatten_arguments(
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_one_leaf)
     signature: list[Any] = [treedef, trace_settings()]
     bound: list[Any] = []
+    is_repeatable = False
     if _COMMON_TYPES.issuperset(map(type, leaves)):  # the fast path, of most steps
         batches = [leaf for leaf in leaves if type(leaf) is PerReplica]
         joined = [batch for batch in batches if batch.layout is Layout.JOINED]
         if len(joined) < len(batches) and any(map(_has_padded_rows, batches)):
             leaves = [_as_batch(leaf) if type(leaf) is PerReplica else leaf for leaf in leaves]
             batches = [leaf for leaf in leaves if type(leaf) is PerReplica]
+        else:
+            is_repeatable = not divided
         signature += [
             _batch_signature(leaf, mesh)
             if type(leaf) is PerReplica
@@ -126,8 +132,46 @@ def flatten_arguments(
         signature += shardings
     return Arguments(
         treedef, tuple(signature), data, kinds, leaves, bound, counts, bool(joined), len(batches),
-        shardings,
+        is_repeatable and counts is None, shardings,
     )  # fmt: skip
+
+
+class RepeatedArguments:
+    """The structure and types of the arrays of one call, to recognise another call of the same signature.
+
+    This takes a fraction of the time of :func:`flatten_arguments`, since JAX flattens without asking which
+    types are leaves, and a compiled step returns arrays with the identical avals each time.
+    """
+
+    __slots__ = ("_avals", "_settings", "_treedef", "_types", "batches")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], batches: int) -> None:
+        leaves, self._treedef = jax.tree.flatten((args, kwargs))
+        self._avals = list(map(_aval, leaves))
+        self._types = list(map(_aval_type, self._avals))
+        self._settings = trace_settings()
+        self.batches = batches
+
+    def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """Returns the arrays of a call that has the same signature; None for any other call."""
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        if (
+            treedef != self._treedef
+            or not _ARRAYS.issuperset(map(type, leaves))
+            or trace_settings() != self._settings
+        ):
+            return None
+        avals = list(map(_aval, leaves))
+        if not all(map(operator.is_, avals, self._avals)):
+            if list(map(_aval_type, avals)) != self._types:
+                return None
+            self._avals = avals
+        return leaves
+
+
+_ARRAYS = frozenset({ARRAY})
+_aval = operator.attrgetter("aval")
+_aval_type = operator.attrgetter("shape", "dtype", "weak_type")
 
 
 def _classify_leaves(

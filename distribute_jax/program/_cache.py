@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import jax
+
 from distribute_jax import _context
 from distribute_jax._errors import LoweringError, warn_user
 from distribute_jax._mesh import num_replicas
 from distribute_jax.processes import COMPILING, doing
 from distribute_jax.program._across_processes import CallLog, agree_on_values, check_same_program
 from distribute_jax.program._ahead_of_time import StepPlan, plan_step
-from distribute_jax.program._arguments import Arguments, check_function
+from distribute_jax.program._arguments import Arguments, RepeatedArguments, check_function
 from distribute_jax.program._binding import (
     Binding,
     check_leaked_tracers,
@@ -24,7 +26,7 @@ from distribute_jax.program._binding import (
     copy_contents,
 )
 from distribute_jax.program._call import BoundProgram
-from distribute_jax.program._capture import captures
+from distribute_jax.program._capture import Captures, captures
 from distribute_jax.program._failures import Notices
 from distribute_jax.program._options import UNVERIFIED, RunOptions, default_run_options
 from distribute_jax.program._placement import Replicas
@@ -34,6 +36,7 @@ from distribute_jax.program._trace import Call, created_again_error, store_first
 from distribute_jax.program._trace_errors import explain_compile_errors, step_name
 
 _MAX_PROGRAMS = 64
+_NO_CALL: Any = (None, None, None)
 
 _NEEDS_REPLICATED = """\
 RunOptions(lowering="{lowering}") replicates all state on each device, but under {strategy} the replicas \
@@ -46,8 +49,14 @@ class Request:
 
     __slots__ = ("arguments", "fn", "lookup_key", "options", "roots")
 
-    def __init__(self, fn: Callable[..., Any], arguments: Arguments, options: RunOptions) -> None:
-        captured = captures(fn)
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        arguments: Arguments,
+        options: RunOptions,
+        captured: Captures | None = None,
+    ) -> None:
+        captured = captured or captures(fn)
         self.fn, self.arguments, self.options = fn, arguments, options
         self.roots = captured.values + arguments.bound
         """The objects that are compared by identity with those that a program is bound to."""
@@ -73,6 +82,8 @@ class ProgramCache:
         self._strategy, self._replicas, self._execute = strategy, replicas, execute
         self._bound: dict[Any, list[BoundProgram]] = {}
         self.programs: OrderedDict[Any, Program] = OrderedDict()
+        self._repeatable: dict[Any, tuple[BoundProgram, RunOptions, RepeatedArguments]] = {}
+        """The last call of each step, by its code."""
         self._recompilations = Recompilations()
         self._notices = Notices()
 
@@ -80,8 +91,28 @@ class ProgramCache:
         """Returns the program that is bound to what a call reaches, if there is one."""
         for entry in self._bound.get(request.lookup_key, ()):
             if entry.binding.matches(request.roots):
+                self._note_repeatable(request, entry)
                 return entry
         return None
+
+    def _note_repeatable(self, request: Request, entry: BoundProgram) -> None:
+        """Notes a call without anything to check or to log before its program runs again."""
+        arguments, verified = request.arguments, entry.program.verified
+        if arguments.is_repeatable and request.options.verify in verified and not entry.call_log:
+            tree = jax.tree.unflatten(arguments.treedef, arguments.leaves)
+            repeated = RepeatedArguments(*tree, arguments.batches)
+            self._repeatable[request.lookup_key[0]] = entry, request.options, repeated
+
+    def repeated(
+        self, captured: Captures, args: tuple[Any, ...], kwargs: dict[str, Any], options: RunOptions
+    ) -> tuple[BoundProgram, list[Any]] | None:
+        """Returns program and inputs of a call like the last one of its step; None for any other call."""
+        entry, last_options, arguments = self._repeatable.get(tuple(captured.key), _NO_CALL)
+        if options is not last_options or (arrays := arguments.arrays(args, kwargs)) is None:
+            return None
+        if not entry.binding.matches(captured.values):
+            return None
+        return entry, entry.flat_state(captured.values, arrays, arguments.batches)
 
     def call(self, request: Request, binding: Binding) -> Call:
         """Returns the call that is traced for a request."""
@@ -214,6 +245,7 @@ class ProgramCache:
         """Removes programs and entries whose models were deleted, so that no call can use them again."""
         alive = {key: [e for e in old if e.binding.alive] for key, old in list(self._bound.items())}
         self._bound = {key: entries for key, entries in alive.items() if entries}
+        self._repeatable = {}
         for key in [k for k, program in self.programs.items() if not program.is_alive()]:
             del self.programs[key]
 

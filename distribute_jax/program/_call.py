@@ -88,6 +88,14 @@ class BoundProgram:
 
     def flat_inputs(self, values: Sequence[Any], arguments: Arguments) -> list[Any]:
         """Returns state, captured arrays, data and counts in the order of the program's inputs."""
+        data = [v.global_array if type(v) is PerReplica else v for v in arguments.data]
+        flat = self.flat_state(values, data, arguments.batches)
+        if arguments.counts is not None:
+            flat.append(np.asarray(arguments.counts, np.int32))
+        return flat
+
+    def flat_state(self, values: Sequence[Any], data: list[Any], batches: int) -> list[Any]:
+        """Returns state and captured arrays, and then the data, some of which are ``batches``."""
         flat = read_raw(self.inputs)
         if not self.program.simple:
             flat = jax.tree.leaves(flat)
@@ -96,10 +104,8 @@ class BoundProgram:
         for _, place, root in self.sources:
             flat.append(place.get() if root is None else values[root])
         captured = len(flat) - self._num_state_inputs
-        flat += [v.global_array if type(v) is PerReplica else v for v in arguments.data]
-        self._num_possible_aliases = captured + len(arguments.data) - arguments.batches
-        if arguments.counts is not None:
-            flat.append(np.asarray(arguments.counts, np.int32))
+        flat += data
+        self._num_possible_aliases = captured + len(data) - batches
         return flat
 
     def release(self) -> None:

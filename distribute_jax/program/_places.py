@@ -186,20 +186,24 @@ class IdentityGuard:
 
     def read(self) -> list[Any]:
         """Returns every guarded object that is there now."""
-        return [
-            *chain.from_iterable(self._iterables),
-            *map(dict.get, self._item_tables, self._keys),
-            *map(types.MappingProxyType.get, self._class_tables, self._class_keys),
-            *map(getattr, self._owners, self._names, repeat(UNASSIGNED)),
-            *chain.from_iterable(map(dict.values, read_metadata(self._with_metadata))),
-            *cell_values(self._cells),
-        ]
+        now = list(chain.from_iterable(self._iterables))
+        if self._item_tables:
+            now += map(dict.get, self._item_tables, self._keys)
+        if self._class_tables:
+            now += map(types.MappingProxyType.get, self._class_tables, self._class_keys)
+        if self._owners:
+            now += map(getattr, self._owners, self._names, repeat(UNASSIGNED))
+        if self._with_metadata:
+            now += chain.from_iterable(map(dict.values, read_metadata(self._with_metadata)))
+        if self._cells:
+            now += cell_values(self._cells)
+        return now
 
     def is_unchanged_in_place(self) -> bool:
         """True if no bytes, no number of attributes or metadata, and no weakly typed array changed."""
         return (
-            metadata_entries(self._variables) == self._metadata
-            and list(map(len, self._tables)) == self._sizes
+            (not self._variables or metadata_entries(self._variables) == self._metadata)
+            and (not self._tables or list(map(len, self._tables)) == self._sizes)
             and (not self._bytes or all(read() == old for read, old in self._bytes))
             and (not self.weakly_typed or all(map(_is_weakly_typed, self.weakly_typed)))
         )
