@@ -126,14 +126,10 @@ def manual_axes(mesh: Mesh) -> set[str]:
     return {name for name in mesh.axis_names if not name.startswith(MODEL)}
 
 
+@functools.lru_cache
 def is_local(mesh: Mesh) -> bool:
     """True if all devices of a mesh belong to this process."""
-    return _processes(mesh) == {jax.process_index()}
-
-
-@functools.lru_cache
-def _processes(mesh: Mesh) -> frozenset[int]:
-    return frozenset(d.process_index for d in mesh.devices.flat)
+    return {d.process_index for d in mesh.devices.flat} == {jax.process_index()}
 
 
 def inside_replica(mesh: Mesh) -> AbstractMesh:

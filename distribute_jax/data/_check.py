@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -60,10 +61,6 @@ def check_batch(batch: PyTree, where: str, remedy: str) -> int:
     Messages begin with ``where``, the number of the batch, and ``remedy`` says how to batch its source.
     """
     try:
-        sizes = {_plain_rows(leaf) for leaf in jax.tree.leaves(batch, is_leaf=_is_distributed)}
-        # Nearly all batches end here, in a quarter of the time.
-        if len(sizes) == 1 and None not in sizes:
-            return sizes.pop() or 0
         leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_distributed)
     except ValueError as error:
         raise ArgumentError(
@@ -90,8 +87,18 @@ def check_batch(batch: PyTree, where: str, remedy: str) -> int:
     raise ArgumentError(f"{where} cannot be divided among the replicas:\n{reasons}")
 
 
+_SAME_ON_DEVICES = frozenset(
+    map(
+        np.dtype,
+        ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "float16", "float32"),
+    )
+)
+
+
 def device_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Returns the dtype that a host array gets on the devices: 32-bit for 64-bit unless x64 is on."""
+    if dtype in _SAME_ON_DEVICES:
+        return dtype
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype)).newbyteorder("=")
 
 
@@ -100,13 +107,12 @@ def dtype_on_device(leaf: Any) -> np.dtype[Any]:
     return leaf.dtype if isinstance(leaf, jax.Array) else device_dtype(leaf.dtype)
 
 
-def _plain_rows(leaf: Any) -> int | None:
-    """Returns the rows of a NumPy array that devices can hold as it is; None for other leaves."""
-    if type(leaf) is not np.ndarray or not leaf.ndim:
-        return None
+def _is_plain(leaf: Any) -> bool:
+    """True for a NumPy array of a dtype that devices can hold, whatever its values."""
+    if type(leaf) is not np.ndarray:
+        return False
     kind, size = leaf.dtype.kind, leaf.dtype.itemsize
-    is_plain = kind == "b" or (kind == "f" and size <= 8) or (kind in "iu" and size <= 4)
-    return len(leaf) if is_plain else None
+    return kind == "b" or (kind == "f" and size <= 8) or (kind in "iu" and size <= 4)
 
 
 def _is_distributed(leaf: Any) -> bool:
@@ -161,14 +167,47 @@ class BatchSignature:
         self._structure: Any = None
         self._first: list[jax.ShapeDtypeStruct] = []
         self._kinds: list[Any] = []
+        self._plain: list[Any] = []
+        """Dtype and number of dims of each leaf of the first batch, if devices can hold all as they are."""
 
-    def check(self, batch: PyTree, where: str) -> None:
+    def check(self, batch: PyTree, where: str, remedy: str, *, compare_empty: bool) -> int:
+        """Returns the number of examples of a batch; raises as ``check_batch``, and for another signature.
+
+        A batch without examples may have any signature unless ``compare_empty``.
+        """
+        rows = self._rows_of_same(batch)
+        if rows is None:
+            rows = check_batch(batch, where, remedy)
+            if rows or compare_empty:
+                self._compare(batch, where)
+        return rows
+
+    def _rows_of_same(self, batch: PyTree) -> int | None:
+        """Returns the number of examples of a batch that needs no other check; None for any other batch.
+
+        Nearly all batches are NumPy arrays that differ from those of the first one in their sizes only.
+        """
+        if not self._plain:
+            return None
+        try:
+            leaves, structure = jax.tree.flatten(batch)
+        except ValueError:  # keys that cannot be sorted
+            return None
+        same = structure == self._structure and _ARRAYS.issuperset(map(type, leaves))
+        if not same or list(map(_dtype_and_ndim, leaves)) != self._plain:
+            return None
+        sizes = set(map(len, leaves))
+        return sizes.pop() if len(sizes) == 1 else None
+
+    def _compare(self, batch: PyTree, where: str) -> None:
         """Raises an ArgumentError if a checked batch differs from the first one."""
         leaves, structure = jax.tree.flatten(batch)
         kinds = [(leaf.ndim, dtype_on_device(leaf)) for leaf in leaves]
         if self._structure is None:
             self._structure, self._kinds = structure, kinds
             self._first = [_spec(leaf) for leaf in leaves]
+            if all(map(_is_plain, leaves)):
+                self._plain = list(map(_dtype_and_ndim, leaves))
         elif structure != self._structure:
             raise ArgumentError(
                 f"{where} has another structure than the first batch:\n  it is  {structure}\n"
@@ -187,6 +226,10 @@ class BatchSignature:
                 "a leaf keeps its dtype and its number of dims. Convert the batches to one of the two, for "
                 "example with astype or reshape."
             )
+
+
+_ARRAYS = frozenset({np.ndarray})
+_dtype_and_ndim = operator.attrgetter("dtype", "ndim")
 
 
 def _spec(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,7 @@ class HostElement:
         counts = None if set(all_counts) == {share} else tuple(all_counts)
         leaves, treedef = jax.tree.flatten(self.batch)
         # Inside scope() the mesh context would refuse any computation on one device.
-        with outside_mesh(), np.errstate(over="ignore"):
+        with outside_mesh():
             if _one_transfer_is_faster(leaves, mesh):
                 transfer = _transfer_program(split_sharding(mesh))
                 arrays = transfer(*(_copied_rows(leaf, rows) for leaf in leaves))
@@ -78,11 +79,15 @@ def _one_transfer_is_faster(leaves: list[Any], mesh: Mesh) -> bool:
     return (
         mesh.size == 1
         and is_local(mesh)
-        and all(isinstance(leaf, np.ndarray) for leaf in leaves)
-        and sum(leaf.nbytes for leaf in leaves) < _MAX_CALL_BOUND_BYTES
+        and _ARRAYS.issuperset(map(type, leaves))
+        and sum(map(_nbytes, leaves)) < _MAX_CALL_BOUND_BYTES
         # The first two modes check the results of compiled calls, and data may contain NaNs.
         and not (config.jax_debug_nans or config.jax_debug_infs or config.jax_disable_jit)
     )
+
+
+_ARRAYS = frozenset({np.ndarray})
+_nbytes = operator.attrgetter("nbytes")
 
 
 @functools.lru_cache(maxsize=64)
@@ -109,4 +114,7 @@ def _transferred(leaf: Any, rows: Any, share: int, mesh: Mesh) -> jax.Array:
 def _copied_rows(leaf: np.ndarray[Any, Any], rows: Any) -> np.ndarray[Any, Any]:
     # A copy: JAX may continue to read host memory, and loaders reuse their buffers.
     values = leaf if rows is None else leaf[rows]
-    return np.array(values, dtype=device_dtype(values.dtype), order="C", subok=False)
+    if (dtype := device_dtype(values.dtype)) == values.dtype:
+        return np.array(values, order="C", subok=False)
+    with np.errstate(over="ignore"):  # a float of 64 bits may become infinite
+        return np.array(values, dtype=dtype, order="C", subok=False)

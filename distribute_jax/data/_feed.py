@@ -15,7 +15,7 @@ from distribute_jax._checks import check_int, takes
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._mesh import outside_mesh
 from distribute_jax._messages import KeyPath, PyTree, leaf_text, path_text
-from distribute_jax.data._check import BatchSignature, check_batch
+from distribute_jax.data._check import BatchSignature
 from distribute_jax.data._element import HostElement
 from distribute_jax.data._options import (
     AutoShardPolicy,
@@ -138,30 +138,43 @@ class GlobalBatches(Feed):
     ) -> Iterator[HostElement]:
         """Yields the elements of batches: the rows that this process takes in each step."""
         signature, progress = BatchSignature(), progress or EpochProgress()
-        start, replicas = progress.batches, self._worker.count * self._replicas
+        start, sizes, parts = progress.batches, (-1, 0, 0), []
         takes_part = self.is_common and self._worker.count > 1
         for position, batch in enumerate(batches, start):
             where = f"Batch {position} of the dataset"
-            n = check_batch(batch, where, self._source.batching)
-            if n > 0:
-                signature.check(batch, where)
+            n = signature.check(batch, where, self._source.batching, compare_empty=False)
             digest = _digest(batch) if takes_part and position == start else None
             first, progress = progress.first, progress.with_batch(n)
-            counts, largest = shares(n, replicas), share_of(progress.largest, replicas)
-            what = f"{where} has {n} examples"
-            share = share_by_policy(self._policy, counts, what, first=first, largest=largest)
-            if share is None:
-                continue
-            steps = steps_of(
-                n, progress.largest, self._worker, self._replicas, is_common=self.is_common
-            )
-            for rows in steps:
-                sizes = [len(each) for each in rows]
-                shrinks = self._policy is PartialPolicy.SHRINK and not self.is_common
-                longest = max(sizes) if shrinks else share
-                local = _rows(batch, n, rows[0].start, rows[-1].stop)
-                everyone = counts if takes_part else None
-                yield HostElement(local, longest, sizes, progress, everyone, digest)
+            if (n, first, progress.largest) != sizes:  # most batches are as large as the last one
+                sizes = n, first, progress.largest
+                parts = self._parts(*sizes, f"{where} has {n} examples")
+            for rows, share, counts, all_counts in parts:
+                local = _rows(batch, n, rows.start, rows.stop)
+                yield HostElement(local, share, counts, progress, all_counts, digest)
+
+    def _parts(
+        self, n: int, first: int, largest: int, what: str
+    ) -> list[tuple[range, int, list[int], tuple[int, ...] | None]]:
+        """Returns rows, share, and counts here and of all processes of each element that n rows make.
+
+        The first batch had ``first`` rows (0 for the first itself), the largest one so far ``largest``.
+        """
+        workers, replicas = self._worker.count, self._worker.count * self._replicas
+        all_counts = shares(n, replicas)
+        share = share_by_policy(
+            self._policy, all_counts, what, first=first, largest=share_of(largest, replicas)
+        )
+        if share is None:
+            return []
+        steps = steps_of(n, largest, self._worker, self._replicas, is_common=self.is_common)
+        shrinks = self._policy is PartialPolicy.SHRINK and not self.is_common
+        everyone = all_counts if self.is_common and workers > 1 else None
+        parts = []
+        for rows in steps:
+            counts = [len(each) for each in rows]
+            here = range(rows[0].start, rows[-1].stop)
+            parts.append((here, max(counts) if shrinks else share, counts, everyone))
+        return parts
 
     def _check_resumable(self, method: str) -> None:
         if self.cuts_batches:
@@ -301,8 +314,9 @@ class PerReplicaFeed(Feed):
                     continue
                 of_replica = f"{where}, in its batch for replica {replica},"
                 source = self._sources[replica % len(self._sources)]
-                counts[replica] = check_batch(part, of_replica, source.batching)
-                signature.check(part, of_replica)
+                counts[replica] = signature.check(
+                    part, of_replica, source.batching, compare_empty=True
+                )
             largest = max(largest, *counts)
             what = f"{where} has {', '.join(map(str, counts))} examples"
             share = share_by_policy(self._policy, counts, what, first=first, largest=largest)

@@ -71,7 +71,7 @@ class Arguments:
     batches: int
     """The number of leaves that are ``PerReplica``s."""
     is_repeatable: bool = False
-    """True if all leaves are arrays or full batches, so that :class:`RepeatedArguments` can stand for them."""
+    """True if all leaves are arrays or full batches, so that :class:`RepeatedArguments` may be noted."""
     shardings: tuple[NamedSharding | None, ...] = ()
     """How each of ``data`` is sharded in the program; empty if none is."""
 

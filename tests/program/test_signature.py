@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ def test_a_weakly_typed_array_is_another_call(s4: dj.Strategy):
     def step(x: jax.Array) -> jax.Array:
         return x * half
 
-    for x in (weak, strong, weak):
+    for x in (weak, weak, weak, strong, strong, strong, weak):
         assert s4.run(step, args=(x,)).dtype == jax.jit(step)(x).dtype
 
 
@@ -197,12 +198,14 @@ def test_a_flag_of_jax_that_a_trace_depends_on_is_part_of_the_key(s2: dj.Strateg
         drawn = jax.random.uniform(jax.random.key(0), (2,)).sum()
         return jnp.sum(x @ x.T) + drawn.astype(jnp.result_type(float))
 
-    before = getattr(jax.config, flag)
+    before, x = getattr(jax.config, flag), jax.device_put(x)
     results, expected = [], []
     try:
         for value in FLAGS[flag]:
             jax.config.update(flag, value)
-            results.append(s2.run(step, args=(x,)))
+            for _ in range(3):  # calls that repeat the last one are not classified
+                result = s2.run(step, args=(x,))
+            results.append(result)
             expected.append(jax.jit(lambda x: step(x))(x))
     finally:
         jax.config.update(flag, before)
@@ -214,7 +217,8 @@ def test_the_rule_of_rank_promotion_is_part_of_the_key(s2: dj.Strategy):
     def step(x: jax.Array) -> jax.Array:
         return x + jnp.ones((2, 3))
 
-    s2.run(step, args=(jnp.ones(3),))
+    for _ in range(3):
+        s2.run(step, args=(jnp.ones(3),))
     with jax.numpy_rank_promotion("raise"), pytest.raises(Exception, match="rank_promotion"):
         s2.run(step, args=(jnp.ones(3),))
 
@@ -230,6 +234,60 @@ def test_calls_within_and_outside_of_scope_share_a_program(s2: dj.Strategy):
     with s2.scope():
         s2.run(step, args=(jnp.ones(3),))
     assert len(traces) == 1
+
+
+ONES = jnp.ones((3, 2))
+OTHER_CALLS: dict[str, tuple[Any, Any]] = {
+    "another shape": ({"x": jnp.ones((4, 3)), "y": ONES[:1]}, 2.0),
+    "another dtype": ({"x": ONES.astype(jnp.int32), "y": ONES}, 2.0),
+    "an array of NumPy": ({"x": np.ones((2, 3), np.float32), "y": ONES}, 2.0),
+    "a Python number": ({"x": 1.0, "y": ONES}, 2.0),
+    "other keys": ({"y": ONES, "z": ONES}, 2.0),
+    "one leaf less": ({"y": ONES}, 2.0),
+    "a tuple": ((ONES, ONES), 2.0),
+    "a bool": ({"x": True, "y": ONES}, 2.0),
+    "another array": ({"x": ONES, "y": ONES}, jnp.full((), 3.0)),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_CALLS)
+def test_a_call_that_differs_from_the_last_ones_has_the_result_of_its_arguments(
+    s2: dj.Strategy, change: str
+):
+    def step(tree: Any, scale: Any) -> jax.Array:
+        pairs = sorted(tree.items()) if isinstance(tree, dict) else [("", x) for x in tree]
+        values = [value for pair in pairs for value in pair]
+        whole = sum(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in values[1::2])
+        return (_described(*values, scale) + whole) * scale
+
+    first = ({"x": ONES, "y": ONES}, jnp.full((), 2.0))
+    for args in (first, first, first, OTHER_CALLS[change], first):
+        np.testing.assert_allclose(s2.run(step, args=args), step(*args), rtol=1e-6)
+
+
+def test_a_full_batch_after_full_batches_is_not_classified_and_a_partial_one_is(s2: dj.Strategy):
+    """The padding of the partial batch does not count."""
+    batches = list(s2.distribute_dataset([np.ones(4, np.float32)] * 3 + [np.ones(3, np.float32)]))
+    entered: list[str] = []
+
+    def step(x: jax.Array) -> jax.Array:
+        return dj.get_replica_context().all_reduce("sum", dj.compute_average_loss(x))
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        if event == "call":
+            entered.append(frame.f_code.co_name)
+
+    results, classified = [], []
+    for batch in [*batches[:3], batches[2], batches[3]]:
+        entered.clear()
+        sys.setprofile(profile)
+        try:
+            results.append(float(s2.run(step, args=(batch,))))
+        finally:
+            sys.setprofile(None)
+        classified.append("flatten_arguments" in entered)
+    assert classified == [True, True, False, False, True]
+    assert results == [1.0] * 5
 
 
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
