@@ -146,7 +146,8 @@ class RepeatedArguments:
     __slots__ = ("_avals", "_settings", "_treedef", "_types", "batches")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], batches: int) -> None:
-        leaves, self._treedef = jax.tree.flatten((args, kwargs))
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        self._treedef: Any = treedef
         self._avals = list(map(_aval, leaves))
         self._types = list(map(_aval_type, self._avals))
         self._settings = trace_settings()
