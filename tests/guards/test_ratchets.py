@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_642,
+    lines: 50_643,
     lines_of_tests: 49_627,
     files: 205,
     pieces: 0,
