@@ -88,6 +88,8 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRepositor
 
 def test_parses_on_python_3_6() -> None:
     ast.parse((REPOSITORY / "dev.py").read_text(), feature_version=(3, 6))
+    with pytest.raises(SyntaxError, match=r"3\.8"):  # This parser knows what is newer.
+        ast.parse("(newer := 1)", feature_version=(3, 6))
 
 
 def test_it_is_at_most_300_lines() -> None:
@@ -397,10 +399,8 @@ def test_each_peer_has_an_environment_with_nothing_else(repository: FakeReposito
     assert others[:3] == ["--python", python, "--absent"]
     assert others[3] == "torch=No usable Python was found; needed is a released CPython 3.11"
     installed = [call for call in repository.calls() if " -r " in call]
-    assert [call.partition(" -r ")[2] for call in installed] == [
-        "constraints/peers-keras.txt",
-        "constraints/peers-tensorflow.txt",
-    ]
+    files = ["constraints/peers-keras.txt", "constraints/peers-tensorflow.txt"]
+    assert [call.partition(" -r ")[2] for call in installed] == files
 
 
 # Running jobs

@@ -87,7 +87,7 @@ def tutorial_ported(make: Callable[..., dj.Strategy]) -> list[float]:
         steps.assign_add(1)
         return loss
 
-    def test_step(inputs: Any) -> None:
+    def evaluate_step(inputs: Any) -> None:
         images, labels = inputs
         test_loss.update(loss=loss_object(labels, model(images)))
 
@@ -96,7 +96,7 @@ def tutorial_ported(make: Callable[..., dj.Strategy]) -> list[float]:
         per_replica = strategy.run(train_step, args=(batch,))
         losses.append(float(strategy.reduce("sum", per_replica, axis=None)))
         test_loss.reset()
-        strategy.run(test_step, args=(batch,))
+        strategy.run(evaluate_step, args=(batch,))
         total += float(test_loss.compute()) / 3
     assert int(steps.read_value()) == 3
     return [*losses, total]
