@@ -92,7 +92,7 @@ def attribute_names(code: types.CodeType) -> frozenset[str]:
     return frozenset(names)
 
 
-_ITERATES_ATTRIBUTES = frozenset({"vars", "__dict__", "asdict", "astuple"})
+_ITERATES_ATTRIBUTES = frozenset({"vars", "__dict__", "asdict", "astuple", "__getattribute__"})
 
 
 @functools.lru_cache(maxsize=4096)

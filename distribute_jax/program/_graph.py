@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import gc
 import types
 import weakref
 from array import array
@@ -123,7 +124,9 @@ class Walker:
             return self._container(value, name, place)
         if isinstance(value, (*_PLAIN_TYPES, bytearray, array, np.ndarray)):
             return self._value(value, name)
-        if isinstance(value, (deque, ContextVar, weakref.ref, types.MappingProxyType)):
+        if isinstance(value, types.MappingProxyType):  # a view of a dict, which may change
+            return (type(value), *(self.visit(x, name, place) for x in gc.get_referents(value)))
+        if isinstance(value, (deque, ContextVar, weakref.ref)):
             _check_holds_no_numpy(value, name)
             return IdentityKey(value)
         if (followed := getattr(type(value), "_followed_in_steps", None)) is not None:
@@ -329,8 +332,8 @@ def _element(container: Any, place: CapturePath, index: int, item: Any) -> Captu
 
 def _check_holds_no_numpy(holder: Any, name: str) -> None:
     """Refuses NumPy arrays in a container that is not followed; JAX's arrays are found in the trace."""
-    items = holder.values() if isinstance(holder, types.MappingProxyType) else holder
-    if isinstance(holder, (ContextVar, weakref.ref)):
+    items = holder
+    if not isinstance(holder, deque):
         items = [holder.get(None) if isinstance(holder, ContextVar) else holder()]
     if any(isinstance(item, np.ndarray) for item in list(items)):
         raise StaleCaptureError(_NOT_FOLLOWED.format(name=name, kind=type(holder).__name__))

@@ -167,7 +167,9 @@ class PerWorkerIterator:
 
 
 def _of_worker(leaf: Any) -> Any:
-    values = leaf.values if isinstance(leaf, PerReplica) else (leaf,)
+    # A copy, since sources may reuse their arrays for the next element.
+    value = leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+    values = leaf.values if isinstance(leaf, PerReplica) else (value,)
     if len(values) > 1:
         raise ArgumentError(
             f"create_per_worker_dataset: workers_per_update={len(values)} workers divide the batches of "

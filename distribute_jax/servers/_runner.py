@@ -112,7 +112,6 @@ class ServersRunner(Runner):
                 "coordinator.schedule got a RemoteValue among its arguments: fetch it first, with "
                 "coordinator.fetch(value)."
             )
-        leaves = [x.copy() if isinstance(x, np.ndarray) else x for x in leaves]
         bound, data, counts = self._traced(fn, leaves, tree)
         mirrored, rows = bound.halves.plan.mirrored, bound.rows or ()
         self._engine.start()
@@ -166,6 +165,8 @@ class ServersRunner(Runner):
         if parsed.counts is not None and bound.rows is None:
             bound.rows = self._checked_rows(Request(step, parsed, UNVERIFIED), bound)
         fixed = bound.halves.data(bound.binding, parsed)
+        # A worker reads them later, when the user may have changed them in place.
+        fixed = [x.copy() if isinstance(x, np.ndarray) else x for x in fixed]
         end = len(fixed) - (parsed.counts is not None)
         before, after = fixed[: end - len(leaves) - 1], fixed[end:]
         types = [*map(_type, leaves)]

@@ -167,7 +167,9 @@ def values_from_function(value_fn: Callable[[Any], Any], context: Any, mesh: Mes
     """Calls a function for each replica of this process, and joins the results into per-replica values."""
     method = "strategy.experimental_distribute_values_from_function"
     count = num_replicas(mesh)
-    nests = [value_fn(context(i, count)) for i in local_replicas(mesh)]
+    # Copies, since the function may fill and return one array for all replicas.
+    copied = lambda x: x.copy() if isinstance(x, np.ndarray) else x  # noqa: E731
+    nests = [jax.tree.map(copied, value_fn(context(i, count))) for i in local_replicas(mesh)]
     for leaf in jax.tree.leaves(nests):
         # An int that is too large has dtype object too; check_int_range refuses it below.
         if not is_key(leaf) and not isinstance(leaf, int) and np.asarray(leaf).dtype.kind in "OSU":

@@ -211,7 +211,7 @@ class Stateful:
         with converting("set_weights: weights", weights, "a list of arrays, as of get_weights()"):
             weights = list(weights)
             pairs = zip(weights, variables, strict=False)
-            arrays = [np.asarray(new, v[...].dtype) for new, (_, v) in pairs]
+            arrays = [np.array(new, v[...].dtype) for new, (_, v) in pairs]
         if len(weights) != len(variables):
             raise ArgumentError(
                 f"set_weights takes {len(variables)} arrays, one for each weight, and got {len(weights)}. "

@@ -170,6 +170,21 @@ def _default() -> Way:
     return read, lambda new: setattr(read, "__defaults__", (new,))
 
 
+def _read_only_view() -> Way:
+    below = {"rate": 1.0}
+    held = types.MappingProxyType(below)
+    return lambda: held["rate"], lambda new: below.update(rate=new)
+
+
+def _attribute_whose_name_the_class_computes() -> Way:
+    class Config:
+        def __getattribute__(self, name: str) -> Any:
+            return object.__getattribute__(self, "_" + name if name == "rate" else name)
+
+    held = Config()
+    return lambda: held.rate, partial(setattr, held, "_rate")
+
+
 def rate_of(held: Any, read: Callable[[Any], Any], owner: Any = None) -> Way:
     return partial(read, held), partial(setattr, owner or held, "rate")
 
@@ -326,12 +341,6 @@ def _deque() -> Way:
     return lambda: held[0], lambda new: held.__setitem__(0, new)
 
 
-def _read_only_view() -> Way:
-    below = {"rate": 1.0}
-    held = types.MappingProxyType(below)
-    return lambda: held["rate"], lambda new: below.update(rate=new)
-
-
 def _context_variable() -> Way:
     held: contextvars.ContextVar[Any] = contextvars.ContextVar("rate")
     held.set(1.0)
@@ -352,7 +361,6 @@ def _weak_reference() -> Way:
 
 NOT_FOLLOWED = {
     "deque": _deque,
-    "read only view": _read_only_view,
     "context variable": _context_variable,
     "thread local": _thread_local,
     "weak reference": _weak_reference,
@@ -395,7 +403,7 @@ def test_an_array_in_a_holder_that_is_not_followed_is_refused(
         s2.run(step)
 
 
-@pytest.mark.parametrize("way", ["deque", "read only view", "context variable"])
+@pytest.mark.parametrize("way", ["deque", "context variable"])
 def test_a_numpy_array_in_a_holder_that_is_not_followed_is_refused(
     s2: dj.MirroredStrategy, way: str
 ):

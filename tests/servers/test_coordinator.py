@@ -263,12 +263,15 @@ def test_a_worker_may_make_a_distributed_dataset() -> None:
 
 
 def test_a_function_takes_only_the_elements_that_it_uses() -> None:
-    """Two of one iterator and one of another; then, of the same code, one and none."""
+    """Two of one iterator and one of another; then, of the same code, one and none, in a reused buffer."""
     _, coordinator = of_servers(1)
-    first, second = (
-        iter(coordinator.create_per_worker_dataset(lambda: (np.int32(i) for i in range(100))))
-        for _ in range(2)
-    )
+
+    def filled() -> Iterator[Any]:
+        buffer = np.zeros((), np.int32)
+        for buffer[...] in range(100):  # noqa: B020
+            yield buffer
+
+    first, second = (iter(coordinator.create_per_worker_dataset(filled)) for _ in range(2))
 
     def taking(two: bool) -> Callable[[Any, Any], Any]:
         return lambda a, b: (next(a), next(a), next(b)) if two else (next(a),)
@@ -763,14 +766,16 @@ def test_a_worker_cannot_wait_for_itself(call: str) -> None:
         coordinator.join(SECONDS)
 
 
-def test_arrays_among_the_arguments_are_as_when_scheduled() -> None:
-    """One buffer that is filled again for each closure."""
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_arrays_that_a_closure_gets_are_as_when_scheduled(is_captured: bool) -> None:
+    """One buffer that is filled again for each closure; a large one that it captures is an input."""
     _, coordinator = of_servers()
-    host, values = np.zeros(3, np.float32), []
+    host, values = np.zeros(20_000, np.int32), []
+    step = (lambda: jnp.max(jnp.asarray(host))) if is_captured else jnp.max
     for i in range(20):
         host[:] = i
-        values.append(coordinator.schedule(jnp.sum, args=(host,)))
-    assert coordinator.fetch(values) == [3 * i for i in range(20)]
+        values.append(coordinator.schedule(step, args=() if is_captured else (host,)))
+    assert coordinator.fetch(values) == [*range(20)]
 
 
 def test_the_same_leaves_in_another_structure_are_other_arguments() -> None:

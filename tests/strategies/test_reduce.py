@@ -106,6 +106,18 @@ def test_the_message_says_which_axis_to_pass(s2: dj.MirroredStrategy, axis: obje
         s2.reduce("sum", per_replica(s2, [np.ones(2), np.ones((2, 2))]))
 
 
+def test_a_function_of_values_may_fill_one_array(s2: dj.MirroredStrategy):
+    """Each replica has what the array held when the function returned it."""
+    buffer = np.zeros(3)
+
+    def fill(context: dj.ValueContext) -> np.ndarray:
+        buffer[:] = context.replica_id_in_sync_group
+        return buffer
+
+    value = s2.experimental_distribute_values_from_function(fill)
+    assert s2.gather(value, axis=0).tolist() == [0.0] * 3 + [1.0] * 3
+
+
 def test_random_keys_are_shown_and_gathered_but_not_reduced(s2: dj.MirroredStrategy):
     def keys():
         replica = dj.get_replica_context().replica_id_in_sync_group

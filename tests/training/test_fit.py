@@ -292,6 +292,17 @@ def test_get_weights_and_set_weights(s4: dj.MirroredStrategy):
     np.testing.assert_array_equal(model.predict(X), other.predict(X))
 
 
+def test_weights_that_were_set_do_not_follow_the_arrays_that_they_came_from(s4: dj.MirroredStrategy):
+    """JAX on CPU takes an array that is aligned to 64 bytes as it is, without a copy."""
+    with s4.scope():
+        model = dj.Model(nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0)))
+    raw = np.zeros(128, np.uint8)
+    weights = raw[-raw.ctypes.data % 64 :][:64].view(np.float32).reshape(4, 4)
+    model.set_weights([weights])
+    weights[:] = 7.0
+    np.testing.assert_array_equal(model.get_weights()[0], np.zeros((4, 4)))
+
+
 def test_inside_and_outside_the_scope(s4: dj.MirroredStrategy, s2: dj.MirroredStrategy):
     model = make_model(s4)
     with s4.scope():

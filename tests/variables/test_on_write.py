@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import jax
@@ -74,6 +75,19 @@ def test_shapes_dtypes_and_kinds_are_checked(s2: dj.MirroredStrategy):
         dj.Variable(1.0, synchronization=dj.VariableSynchronization.NONE)
     with pytest.raises(ValueError, match="VariableAggregation"):
         dj.Variable(1.0, aggregation="most")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("when", dj.VariableSynchronization)
+def test_a_copy_of_a_variable_copies_its_array(strategy: dj.Strategy, make: Any, when: Any):
+    """A step that writes the copy donates only the array of the copy."""
+    if when is dj.VariableSynchronization.NONE:
+        return
+    old = create(strategy, jnp.ones(3), synchronization=when, aggregation=Agg.SUM)
+    new = make(old)
+    strategy.run(lambda: new.assign_sub(jnp.ones(3)))
+    np.testing.assert_array_equal(old.numpy(), np.ones(3))
+    assert float(new.numpy()[0]) == 1.0 - strategy.num_replicas_in_sync
 
 
 @pytest.mark.parametrize("spelling", ["variable", "array", "item"])
