@@ -24,10 +24,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _PLUGINS = tuple(f"jax-cuda{n}-{part}" for n in (12, 13) for part in ("plugin", "pjrt"))
 _START = 120.0
 _CONNECT = 5.0
-_PROBE = (
-    "import jax, json; d = jax.devices(); "
-    "print(json.dumps([len(d), d[0].platform, d[0].device_kind]))"
-)
+_PROBE = "import jax, json; d = jax.devices(); print(json.dumps([len(d), d[0].platform, d[0].device_kind]))"
 _GPU = Path("/proc/driver/nvidia/version")
 """Exists if the driver of an NVIDIA GPU is loaded."""
 

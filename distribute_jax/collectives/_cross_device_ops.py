@@ -296,9 +296,8 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
             return _default_group_size(replicas, jax.process_count())
         if replicas % self.group_size:
             raise ArgumentError(
-                f"HierarchicalCopyAllReduce(group_size={self.group_size}) does not divide the "
-                f"{replicas} replicas of the strategy, so the groups would be unequal. Choose a "
-                "divisor, or None."
+                f"HierarchicalCopyAllReduce(group_size={self.group_size}) does not divide the {replicas} "
+                "replicas of the strategy, so the groups would be unequal. Choose a divisor, or None."
             )
         return self.group_size
 

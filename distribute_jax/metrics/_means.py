@@ -273,7 +273,6 @@ def _check_takes(name: str, metric: Any, arguments: dict[str, Any]) -> None:
     ignored = [key for key in arguments if key not in known]
     if ignored and not isinstance(metric, nnx.MultiMetric):
         raise ArgumentError(
-            f"MultiMetric.update got {' and '.join(ignored)}, which {name} "
-            f"({type(metric).__name__}) does not take. Use the metric of dj.metrics, or pass a dict "
-            "by the names of those that do."
+            f"MultiMetric.update got {' and '.join(ignored)}, which {name} ({type(metric).__name__}) does "
+            "not take. Use the metric of dj.metrics, or pass a dict by the names of those that do."
         )

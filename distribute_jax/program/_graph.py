@@ -48,7 +48,7 @@ _MAX_CONSTANT_BYTES = 65536
 """A captured NumPy array of more bytes is an input of the program, not a constant."""
 
 _PLAIN_TYPES = (str, bytes, bool, int, float, complex, type(None), enum.Enum, np.generic, np.dtype)
-_CONTAINERS = (dict, list, set, tuple, frozenset)
+_CONTAINERS = (dict, list, set, tuple, frozenset, types.MappingProxyType)
 
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 
@@ -124,8 +124,6 @@ class Walker:
             return self._container(value, name, place)
         if isinstance(value, (*_PLAIN_TYPES, bytearray, array, np.ndarray)):
             return self._value(value, name)
-        if isinstance(value, types.MappingProxyType):  # a view of a dict, which may change
-            return (type(value), *(self.visit(x, name, place) for x in gc.get_referents(value)))
         if isinstance(value, (deque, ContextVar, weakref.ref)):
             _check_holds_no_numpy(value, name)
             return IdentityKey(value)
@@ -195,6 +193,8 @@ class Walker:
     def _container(self, value: Any, name: str, place: CapturePath) -> Any:
         if isinstance(value, dict):
             items: Any = self._table(value, name)
+        elif isinstance(value, types.MappingProxyType):  # a view of a dict, which may change
+            items = tuple(self.visit(below, name, place) for below in gc.get_referents(value))
         else:
             if isinstance(value, (list, set)):
                 self.graph.guard.add_contents(value)
@@ -332,10 +332,9 @@ def _element(container: Any, place: CapturePath, index: int, item: Any) -> Captu
 
 def _check_holds_no_numpy(holder: Any, name: str) -> None:
     """Refuses NumPy arrays in a container that is not followed; JAX's arrays are found in the trace."""
-    items = holder
-    if not isinstance(holder, deque):
-        items = [holder.get(None) if isinstance(holder, ContextVar) else holder()]
-    if any(isinstance(item, np.ndarray) for item in list(items)):
+    held = holder.get(None) if isinstance(holder, ContextVar) else holder
+    items = list(held) if isinstance(holder, deque) else [holder() if held is holder else held]
+    if any(isinstance(item, np.ndarray) for item in items):
         raise StaleCaptureError(_NOT_FOLLOWED.format(name=name, kind=type(holder).__name__))
 
 

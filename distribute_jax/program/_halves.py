@@ -300,11 +300,7 @@ class _Finish(NamedTuple):
 
 
 def _lookup_half(
-    build: Build,
-    division: Division,
-    lookups: Lookups,
-    pulled: Sequence[Any],
-    inputs: Sequence[Any],
+    build: Build, division: Division, lookups: Lookups, pulled: Sequence[Any], inputs: Sequence[Any]
 ) -> LookupHalf:
     number = {ids: i for i, ids in enumerate(lookups.ids.values())}
     indices, facts = lookups.indices()

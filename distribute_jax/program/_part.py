@@ -22,13 +22,7 @@ from jax import export
 
 from distribute_jax._errors import ArgumentError, LoweringError, ProcessesDifferError
 from distribute_jax._mesh import DATA, inside_replica, num_replicas
-from distribute_jax.program._jaxprs import (
-    equations,
-    line,
-    name,
-    open_jaxpr,
-    without_axis,
-)
+from distribute_jax.program._jaxprs import equations, line, name, open_jaxpr, without_axis
 from distribute_jax.program._rows import Computed, Needs, RowIds, Rows, Selected, filled
 from distribute_jax.program._trace import Call
 

@@ -460,8 +460,7 @@ class Strategy(InputMethods, ModelMethods, V1Methods):
         config: Any = jax.config
         if config.jax_disable_jit:
             raise ContextError(
-                f"{name} was called under jax.disable_jit, but its programs run on several devices at "
-                "once and must be compiled. Remove jax.disable_jit: look at values with "
-                "jax.debug.print in the step, or call the function itself, without strategy.run, on the "
-                "batch of one replica."
+                f"{name} was called under jax.disable_jit, but its programs run on several devices at once "
+                "and must be compiled. Remove jax.disable_jit: look at values with jax.debug.print in the "
+                "step, or call the function itself, without strategy.run, on the batch of one replica."
             )

@@ -136,15 +136,13 @@ class Variable(nnx.Variable[Any]):
         stacked = _rules.initial_components(value, num_replicas(mesh), self.aggregation)
         return _rules.place(stacked, mesh)
 
-    def __copy__(self) -> Variable:
-        """Returns a variable with a copy of the array: a step donates the memory of the variables it writes."""
+    def __copy__(self, memo: Any = None) -> Variable:
+        """Returns a variable with a copy of the array, since a step donates what it writes."""
         with outside_mesh():
             copied: Variable = self.copy(jax.tree.map(jnp.copy, self._raw()))
         return copied
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        """Returns what ``copy.copy`` does."""
-        return memo.setdefault(id(self), self.__copy__())
+    __deepcopy__ = __copy__
 
     @property
     def is_on_read(self) -> bool:

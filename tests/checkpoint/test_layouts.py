@@ -153,11 +153,9 @@ def test_every_strategy_restores_what_every_other_saved(tmp_path: Path) -> None:
 
 def step(model: Model, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
     """A step of the worked numbers: squared error, plain gradient descent."""
-
-    def loss_fn(model: Model) -> jax.Array:
-        return dj.compute_average_loss((model(x) - y) ** 2)
-
-    loss, grads = nnx.value_and_grad(loss_fn)(model)
+    loss, grads = nnx.value_and_grad(lambda model: dj.compute_average_loss((model(x) - y) ** 2))(
+        model
+    )
     loss, grads = dj.get_replica_context().all_reduce("sum", (loss, grads))
     optimizer.update(model, grads)
     return loss

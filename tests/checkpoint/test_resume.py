@@ -37,11 +37,9 @@ class Network(nnx.Module):
 
 def step(model: Network, optimizer: nnx.Optimizer, loss: nnx.Metric, batch: Any) -> Any:
     """A step of Adam; returns the ids of the examples."""
-
-    def loss_fn(model: Network) -> jax.Array:
-        return dj.compute_average_loss((model(batch["x"]) - batch["id"]) ** 2)
-
-    value, grads = nnx.value_and_grad(loss_fn)(model)
+    value, grads = nnx.value_and_grad(
+        lambda model: dj.compute_average_loss((model(batch["x"]) - batch["id"]) ** 2)
+    )(model)
     value, grads = dj.get_replica_context().all_reduce("sum", (value, grads))
     optimizer.update(model, grads)
     loss.update(values=value)

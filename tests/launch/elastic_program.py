@@ -41,10 +41,9 @@ def own_loop(strategy, directory, drop, until=None):
     batches = iter(strategy.distribute_dataset(source))
 
     def step(x):
-        def loss_fn(model):
-            return dj.compute_average_loss(((model(x) - x / ROWS) ** 2)[:, 0])
-
-        loss, gradients = nnx.value_and_grad(loss_fn)(model)
+        loss, gradients = nnx.value_and_grad(
+            lambda model: dj.compute_average_loss(((model(x) - x / ROWS) ** 2)[:, 0])
+        )(model)
         optimizer.update(model, gradients)
         return dj.get_replica_context().all_reduce("sum", loss)
 

@@ -28,10 +28,9 @@ def make_step(strategy, *, width=2, rate=0.1):
         optimizer = nnx.Optimizer(model, optax.sgd(rate), wrt=nnx.Param)
 
     def step(x):
-        def loss_fn(model):
-            return dj.compute_average_loss((model(x) ** 2).mean(-1))
-
-        loss, gradients = nnx.value_and_grad(loss_fn)(model)
+        loss, gradients = nnx.value_and_grad(
+            lambda model: dj.compute_average_loss((model(x) ** 2).mean(-1))
+        )(model)
         context = dj.get_replica_context()
         optimizer.update(model, context.all_reduce("sum", gradients))
         return context.all_reduce("sum", loss)

@@ -30,10 +30,9 @@ def trained(strategy: dj.Strategy, split: Any = lambda x: x) -> list[float]:
         optimizer = dj.Optimizer(model, optax.sgd(0.1))
 
     def step(x):
-        def loss_of(model):
-            return dj.compute_average_loss(jnp.square(split(model(x))).sum(-1))
-
-        loss, grads = nnx.value_and_grad(loss_of)(model)
+        loss, grads = nnx.value_and_grad(
+            lambda model: dj.compute_average_loss(jnp.square(split(model(x))).sum(-1))
+        )(model)
         optimizer.update(model, grads)
         return dj.get_replica_context().all_reduce("sum", loss)
 

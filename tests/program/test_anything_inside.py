@@ -266,10 +266,9 @@ WAYS: list[Forward] = [
 
 
 def grads_of(net: Net, forward: Forward, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Any]:
-    def loss_fn(net: Net) -> jax.Array:
-        return dj.compute_average_loss(jnp.mean((net.head(forward(net, x)) - y) ** 2, axis=-1))
-
-    return nnx.value_and_grad(loss_fn)(net)
+    return nnx.value_and_grad(
+        lambda net: dj.compute_average_loss(jnp.mean((net.head(forward(net, x)) - y) ** 2, axis=-1))
+    )(net)
 
 
 def usual_step(forward: Forward, net: Net, optimizer: Any, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -61,10 +61,7 @@ def test_synchronised_batch_norm_normalises_as_one_device_does(strategy: dj.Stra
     weights = np.arange(8, dtype=np.float32)[:, None] ** 2
 
     def step(x, w):
-        def loss_fn(norm):
-            return dj.compute_average_loss((norm(x) * w)[:, 0] ** 3)
-
-        grads = nnx.grad(loss_fn)(norm)
+        grads = nnx.grad(lambda norm: dj.compute_average_loss((norm(x) * w)[:, 0] ** 3))(norm)
         return norm(x), dj.get_replica_context().all_reduce("sum", grads)
 
     (batch,) = strategy.distribute_dataset([(X, weights)])

@@ -176,13 +176,9 @@ def _read_only_view() -> Way:
     return lambda: held["rate"], lambda new: below.update(rate=new)
 
 
-def _attribute_whose_name_the_class_computes() -> Way:
-    class Config:
-        def __getattribute__(self, name: str) -> Any:
-            return object.__getattribute__(self, "_" + name if name == "rate" else name)
-
-    held = Config()
-    return lambda: held.rate, partial(setattr, held, "_rate")
+class Renaming:
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, "_" + name if name == "rate" else name)
 
 
 def rate_of(held: Any, read: Callable[[Any], Any], owner: Any = None) -> Way:
@@ -199,6 +195,10 @@ WAYS: dict[str, Callable[[], Way]] = {
     "computed name": lambda: rate_of(Plain(), lambda held: getattr(held, "RATE".lower())),
     "all attributes": lambda: rate_of(Plain(), lambda held: sum(vars(held).values())),
     "partial of an object": lambda: rate_of(Plain(), partial(lambda held: held.rate)),
+    "renamed by its class": lambda: (
+        partial(lambda held: held.rate, at := Renaming()),
+        partial(setattr, at, "_rate"),
+    ),
     "user dict": lambda: item_of(UserDict(), lambda held: held["rate"]),
     "forwarded attribute": lambda: item_of(
         made := Forwarding(), lambda held: held.rate, made._store
@@ -777,10 +777,7 @@ def test_layers_of_flax_that_keep_arrays_in_dicts_train(replicas: int, layer: st
     x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 
     def train(model: Any, optimizer: Any, x: Any, average: Any, total: Any) -> Any:
-        def loss(m: Any) -> jax.Array:
-            return average((m(x) ** 2).sum(1))
-
-        value, gradients = nnx.value_and_grad(loss)(model)
+        value, gradients = nnx.value_and_grad(lambda m: average((m(x) ** 2).sum(1)))(model)
         optimizer.update(model, total(gradients))
         return total(value)
 

@@ -135,10 +135,9 @@ def test_one_device_equals_plain_flax_and_optax():
 
         @nnx.jit
         def step(model: Net, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array):
-            def loss_fn(model: Net):
-                return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
-
-            loss, grads = nnx.value_and_grad(loss_fn)(model)
+            loss, grads = nnx.value_and_grad(
+                lambda model: optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
+            )(model)
             optimizer.update(model, grads)
             return loss
 

@@ -149,10 +149,9 @@ def dicts() -> list[float]:
 
     @nnx.jit
     def step(model: Any, optimizer: Any, batch: dict[str, Any]) -> Any:
-        def loss_fn(model: Any) -> Any:
-            return cross_entropy(model(batch["image"]), batch["label"]).mean()
-
-        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        loss, grads = nnx.value_and_grad(
+            lambda model: cross_entropy(model(batch["image"]), batch["label"]).mean()
+        )(model)
         optimizer.update(model, grads)
         return loss
 

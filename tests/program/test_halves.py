@@ -354,10 +354,7 @@ def test_variables_are_assigned_round_robin_and_optimizer_state_follows_its_weig
         optimizer = nnx.Optimizer(layers, OPTIMIZERS["clip+adam"], wrt=nnx.Param)
 
     def step(x: jax.Array):
-        def loss_fn(layers: Any):
-            return jnp.mean(layers[1](layers[0](x)))
-
-        grads = nnx.grad(loss_fn)(layers)
+        grads = nnx.grad(lambda layers: jnp.mean(layers[1](layers[0](x))))(layers)
         optimizer.update(layers, dj.get_replica_context().all_reduce("sum", grads))
 
     servers.run(step, args=(ONES,))

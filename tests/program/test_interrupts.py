@@ -300,10 +300,10 @@ def test_three_hundred_interrupts_at_random_moments_lose_nothing(s4: dj.Strategy
     (batch,) = s4.distribute_dataset([x])
 
     def step(x: jax.Array) -> None:
-        def loss(module: nnx.Module) -> jax.Array:
-            return dj.compute_average_loss((module(x) ** 2).sum(1))
-
-        optimizer.update(module, nnx.grad(loss)(module))
+        optimizer.update(
+            module,
+            nnx.grad(lambda module: dj.compute_average_loss((module(x) ** 2).sum(1)))(module),
+        )
 
     loops = {
         "run": lambda: s4.run(step, args=(batch,)),

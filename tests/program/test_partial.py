@@ -312,10 +312,9 @@ def test_adam_over_partial_batches_is_that_of_one_device(strategy: dj.Strategy):
             optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
 
         def step(x: jax.Array):
-            def loss_fn(model: nnx.Linear):
-                return dj.compute_average_loss(jnp.sum(model(x) ** 2, axis=-1))
-
-            grads = nnx.grad(loss_fn)(model)
+            grads = nnx.grad(
+                lambda model: dj.compute_average_loss(jnp.sum(model(x) ** 2, axis=-1))
+            )(model)
             optimizer.update(model, dj.get_replica_context().all_reduce("sum", grads))
 
         for x in strategy.distribute_dataset(batches(8, 7, 8, 2, 1)):

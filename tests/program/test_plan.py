@@ -38,11 +38,9 @@ class Training:
 
     def step(self, x: jax.Array, y: jax.Array) -> jax.Array:
         self.calls += 1
-
-        def loss_of(model: nnx.Module) -> jax.Array:
-            return dj.compute_average_loss(((model(x) - y) ** 2).mean(axis=-1))
-
-        loss, gradients = nnx.value_and_grad(loss_of)(self.layers)
+        loss, gradients = nnx.value_and_grad(
+            lambda model: dj.compute_average_loss(((model(x) - y) ** 2).mean(axis=-1))
+        )(self.layers)
         loss, gradients = dj.get_replica_context().all_reduce("sum", (loss, gradients))
         self.optimizer.update(self.layers, gradients)
         self.seen.assign_add(jnp.ones(1000))

@@ -26,11 +26,9 @@ def trained(strategy: dj.Strategy, sizes: list[int], steps: int | None) -> dict[
 
     def step(x: jax.Array, y: jax.Array):
         traces.append(1)
-
-        def loss_fn(model: nnx.Linear):
-            return dj.compute_average_loss(jnp.mean((model(x) - y) ** 2, axis=-1))
-
-        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        loss, grads = nnx.value_and_grad(
+            lambda model: dj.compute_average_loss(jnp.mean((model(x) - y) ** 2, axis=-1))
+        )(model)
         optimizer.update(model, dj.get_replica_context().all_reduce("sum", grads))
         return loss, dj.get_replica_context().all_reduce("sum", loss)
 

@@ -35,11 +35,9 @@ def model_and_optimizer(strategy: dj.Strategy) -> tuple[nnx.Linear, nnx.Optimize
 
 def grads_of(model: nnx.Linear, x: jax.Array, y: jax.Array) -> tuple[jax.Array, nnx.State]:
     """Loss and local gradients of this replica."""
-
-    def loss_fn(model: nnx.Linear):
-        return dj.compute_average_loss(jnp.mean((model(x) - y) ** 2, axis=-1))
-
-    return nnx.value_and_grad(loss_fn)(model)
+    return nnx.value_and_grad(
+        lambda model: dj.compute_average_loss(jnp.mean((model(x) - y) ** 2, axis=-1))
+    )(model)
 
 
 def test_weights_updated_from_unreduced_gradients_are_refused_by_name(
@@ -113,10 +111,9 @@ def test_a_params_shaped_result_that_would_differ_is_refused(
     params = {"w": jnp.ones((2, 1)), "b": jnp.zeros(1)}
 
     def step(params, x, y, reduce):
-        def loss_fn(p):
-            return dj.compute_average_loss(jnp.mean((x @ p["w"] + p["b"] - y) ** 2, axis=-1))
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
+        loss, grads = jax.value_and_grad(
+            lambda p: dj.compute_average_loss(jnp.mean((x @ p["w"] + p["b"] - y) ** 2, axis=-1))
+        )(params)
         if reduce:
             grads = dj.get_replica_context().all_reduce("sum", grads)
         return loss, {"params": jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)}

@@ -189,10 +189,9 @@ def test_a_first_batch_that_is_partial_is_compared_without_its_padding(s4: dj.Mi
     (batch,) = s4.distribute_dataset([(X[:13], Y[:13])])
 
     def step(scale: float, x: jax.Array, y: jax.Array) -> None:
-        def loss(m: nnx.Linear) -> jax.Array:
-            return scale * dj.compute_average_loss(losses(m, x, y))
-
-        optimizer.update(model, nnx.grad(loss)(model))
+        optimizer.update(
+            model, nnx.grad(lambda m: scale * dj.compute_average_loss(losses(m, x, y)))(model)
+        )
 
     s4.run(step, args=(1.0, *batch))
     with pytest.raises(dj.PaddingLeakError):  # the more precise error of the two

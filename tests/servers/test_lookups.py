@@ -38,10 +38,9 @@ def train(strategy: dj.Strategy, tx: Any, batches: Any) -> tuple[Net, Any, list[
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     def step(ids: jax.Array) -> jax.Array:
-        def loss_of(model: Net) -> jax.Array:
-            return dj.compute_average_loss((model(ids) - ids.sum(1) % 2) ** 2)
-
-        loss, grads = nnx.value_and_grad(loss_of)(model)
+        loss, grads = nnx.value_and_grad(
+            lambda model: dj.compute_average_loss((model(ids) - ids.sum(1) % 2) ** 2)
+        )(model)
         optimizer.update(model, dj.get_replica_context().all_reduce("sum", grads))
         return loss
 

@@ -45,10 +45,9 @@ def build(strategy: dj.Strategy) -> tuple[Any, Callable[[Any], Any]]:
         count = dj.Variable(0, aggregation=dj.VariableAggregation.SUM)
 
     def step(x: Any) -> Any:
-        def loss_of(model: Any) -> Any:
-            return dj.compute_average_loss((model(x) ** 2).sum(1))
-
-        loss, grads = nnx.value_and_grad(loss_of)(model)
+        loss, grads = nnx.value_and_grad(
+            lambda model: dj.compute_average_loss((model(x) ** 2).sum(1))
+        )(model)
         optimizer.update(model, dj.get_replica_context().all_reduce("sum", grads))
         count.assign_add(1)
         return loss

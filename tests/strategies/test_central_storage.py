@@ -49,10 +49,9 @@ def built(strategy: dj.Strategy) -> tuple[Net, nnx.Optimizer]:
 
 def make_step(model: Net, optimizer: nnx.Optimizer) -> Any:
     def step(x: jax.Array, y: jax.Array):
-        def loss_fn(model: Net):
-            return dj.compute_average_loss(jnp.mean((model(x) - y) ** 2, axis=-1))
-
-        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        loss, grads = nnx.value_and_grad(
+            lambda model: dj.compute_average_loss(jnp.mean((model(x) - y) ** 2, axis=-1))
+        )(model)
         replica = dj.get_replica_context()
         optimizer.update(model, replica.all_reduce("sum", grads))
         model.seen.update(rows=x[:, 0])

@@ -102,10 +102,14 @@ def test_a_returned_nnx_state_stays_sharded(state_last: bool) -> None:
     kernel = np.array(state["kernel"][...])
 
     def step(state: nnx.State, x: jax.Array) -> nnx.State:
-        def loss_of(state: nnx.State) -> jax.Array:
-            return dj.compute_average_loss(nnx.merge(graphdef, state, copy=True)(x)[:, 0])
-
-        grads = dj.get_replica_context().all_reduce("sum", jax.grad(loss_of)(state))
+        grads = dj.get_replica_context().all_reduce(
+            "sum",
+            jax.grad(
+                lambda state: dj.compute_average_loss(
+                    nnx.merge(graphdef, state, copy=True)(x)[:, 0]
+                )
+            )(state),
+        )
         return jax.tree.map(lambda old, grad: old - grad, state, grads)
 
     (batch,) = strategy.distribute_dataset([ROWS[:8]])

@@ -47,10 +47,9 @@ class Trained:
         return model, dj.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
     def step(self, x: jax.Array) -> jax.Array:
-        def loss(model: nnx.Linear) -> jax.Array:
-            return dj.compute_average_loss(((model(x) - x) ** 2).mean(axis=1))
-
-        value, grads = nnx.value_and_grad(loss)(self.model)
+        value, grads = nnx.value_and_grad(
+            lambda model: dj.compute_average_loss(((model(x) - x) ** 2).mean(axis=1))
+        )(self.model)
         self.optimizer.update(self.model, grads)
         return value
 

@@ -106,18 +106,6 @@ def test_the_message_says_which_axis_to_pass(s2: dj.MirroredStrategy, axis: obje
         s2.reduce("sum", per_replica(s2, [np.ones(2), np.ones((2, 2))]))
 
 
-def test_a_function_of_values_may_fill_one_array(s2: dj.MirroredStrategy):
-    """Each replica has what the array held when the function returned it."""
-    buffer = np.zeros(3)
-
-    def fill(context: dj.ValueContext) -> np.ndarray:
-        buffer[:] = context.replica_id_in_sync_group
-        return buffer
-
-    value = s2.experimental_distribute_values_from_function(fill)
-    assert s2.gather(value, axis=0).tolist() == [0.0] * 3 + [1.0] * 3
-
-
 def test_random_keys_are_shown_and_gathered_but_not_reduced(s2: dj.MirroredStrategy):
     def keys():
         replica = dj.get_replica_context().replica_id_in_sync_group
@@ -231,6 +219,11 @@ def test_values_from_a_function_of_the_replica(s2: dj.MirroredStrategy):
     )
     assert [float(v) for v in picked.values] == [3.0, 2.0]
     assert repr(counts) == "PerReplica:{0: array(2, dtype=int32), 1: array(2, dtype=int32)}"
+    buffer = np.zeros(2)  # one array that is filled for each replica
+    filled = s2.experimental_distribute_values_from_function(
+        lambda c: (np.copyto(buffer, c.replica_id_in_sync_group), buffer)[1]
+    )
+    assert s2.gather(filled, axis=0).tolist() == [0.0, 0.0, 1.0, 1.0]
     plain = dj.OneDeviceStrategy(0).experimental_distribute_values_from_function(lambda c: 2.0)
     assert isinstance(plain, jax.Array)
 

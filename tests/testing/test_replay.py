@@ -32,10 +32,9 @@ def test_a_stale_training_is_repeated_bit_by_bit(servers: int, staleness: int, e
         rate = dj.Variable(1.0)
 
     def step(x: Any) -> Any:
-        def loss_of(model: Any) -> Any:
-            return dj.compute_average_loss(rate[...] * (model(x)[:, 0] - x.sum(1)) ** 2)
-
-        loss, grads = nnx.value_and_grad(loss_of)(model)
+        loss, grads = nnx.value_and_grad(
+            lambda model: dj.compute_average_loss(rate[...] * (model(x)[:, 0] - x.sum(1)) ** 2)
+        )(model)
         optimizer.update(model, dj.get_replica_context().all_reduce("sum", grads))
         return loss
 

@@ -66,9 +66,8 @@ def test_simulate_after_jax_started_says_what_to_do():
 @pytest.mark.exhaustive
 def test_simulate_does_not_start_jax():
     code = (
-        "import distribute_jax as dj; dj.simulate(3); import jax;"
-        "from distribute_jax._jax_private import backend_is_started as started;"
-        "print(started(), len(jax.devices()))"
+        "import distribute_jax as dj; dj.simulate(3); import jax;from distribute_jax._jax_private import "
+        "backend_is_started as started;print(started(), len(jax.devices()))"
     )
     assert python(code).split() == ["False", "3"]
 

@@ -70,10 +70,9 @@ def train_with_plain_flax() -> tuple[list[float], list[np.ndarray]]:
 
     @nnx.jit
     def step(net: Net, adam: nnx.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
-        def loss_fn(net: Net) -> jax.Array:
-            return optax.softmax_cross_entropy_with_integer_labels(net(x), y).mean()
-
-        loss, grads = nnx.value_and_grad(loss_fn)(net)
+        loss, grads = nnx.value_and_grad(
+            lambda net: optax.softmax_cross_entropy_with_integer_labels(net(x), y).mean()
+        )(net)
         adam.update(net, grads)
         return loss
 
@@ -292,7 +291,9 @@ def test_get_weights_and_set_weights(s4: dj.MirroredStrategy):
     np.testing.assert_array_equal(model.predict(X), other.predict(X))
 
 
-def test_weights_that_were_set_do_not_follow_the_arrays_that_they_came_from(s4: dj.MirroredStrategy):
+def test_weights_that_were_set_do_not_follow_the_arrays_that_they_came_from(
+    s4: dj.MirroredStrategy,
+):
     """JAX on CPU takes an array that is aligned to 64 bytes as it is, without a copy."""
     with s4.scope():
         model = dj.Model(nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0)))

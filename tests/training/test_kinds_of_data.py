@@ -326,11 +326,9 @@ def test_trainable_variables_are_trained_like_params(strategy: dj.Strategy, poli
 class Returning(dj.Model):
     def train_step(self, batch: Any) -> dict[str, jax.Array]:
         x, y, _ = dj.unpack_x_y_sample_weight(batch)
-
-        def loss_fn(module: Any) -> jax.Array:
-            return dj.compute_average_loss(((module(x) - y) ** 2)[:, 0])
-
-        loss, grads = nnx.value_and_grad(loss_fn)(self.module)
+        loss, grads = nnx.value_and_grad(
+            lambda module: dj.compute_average_loss(((module(x) - y) ** 2)[:, 0])
+        )(self.module)
         self.optimizer.update(self.module, grads)
         return {"own": loss}
 

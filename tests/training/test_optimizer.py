@@ -50,10 +50,9 @@ def trained(
         optimizers = {name: make(models[name], tx()) for name, tx in TRANSFORMS.items()}
 
     def train(model: Net, optimizer: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        def loss_fn(model: Net) -> jax.Array:
-            return dj.compute_average_loss(((model(x) - y) ** 2).sum(-1))
-
-        loss, grads = nnx.value_and_grad(loss_fn)(model)
+        loss, grads = nnx.value_and_grad(
+            lambda model: dj.compute_average_loss(((model(x) - y) ** 2).sum(-1))
+        )(model)
         if explicit:
             grads = dj.get_replica_context().all_reduce("sum", grads)
         optimizer.update(model, grads)
@@ -91,10 +90,7 @@ def test_it_equals_an_explicit_sum_and_one_device(strategy: dj.Strategy):
 
 def _step_with(optimizer: Any, model: Any, *, reduce: bool, skip: bool) -> Callable[..., None]:
     def step(x: jax.Array, y: jax.Array) -> None:
-        def loss(m: Net) -> jax.Array:
-            return dj.compute_average_loss(((m(x) - y) ** 2).sum(-1))
-
-        grads = nnx.grad(loss)(model)
+        grads = nnx.grad(lambda m: dj.compute_average_loss(((m(x) - y) ** 2).sum(-1)))(model)
         if reduce:
             grads = dj.get_replica_context().all_reduce("sum", grads)
         optimizer.update(model, grads, skip_gradients_aggregation=skip)

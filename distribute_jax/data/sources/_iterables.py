@@ -92,9 +92,8 @@ class _Iterable(Stream):
         batches = self._source if _is_iterable(self._source) else self._source()
         if not _is_iterable(batches):
             raise ArgumentError(
-                f"The function {self._source!r:.60} given to {self._method} returned "
-                f"{leaf_text(batches)}. It must return an iterable of global batches, or be a "
-                "generator that yields them."
+                f"The function {self._source!r:.60} given to {self._method} returned {leaf_text(batches)}. "
+                "It must return an iterable of global batches, or be a generator that yields them."
             )
         with converting(self._method, batches, "an iterable of global batches"):
             iterator: Iterator[Any] = (

@@ -316,10 +316,9 @@ def _model_and_optimizer(
 
 
 def _gradients(model: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any]:
-    def loss(model: Any) -> jax.Array:
-        return compute_average_loss(jnp.square(model(x)[:, 0] - y))
-
-    loss_and_gradients: tuple[Any, Any] = nnx.value_and_grad(loss)(model)
+    loss_and_gradients: tuple[Any, Any] = nnx.value_and_grad(
+        lambda model: compute_average_loss(jnp.square(model(x)[:, 0] - y))
+    )(model)
     return loss_and_gradients
 
 
