@@ -136,10 +136,10 @@ class Variable(nnx.Variable[Any]):
         stacked = _rules.initial_components(value, num_replicas(mesh), self.aggregation)
         return _rules.place(stacked, mesh)
 
-    def __copy__(self, memo: Any = None) -> Variable:
+    def __copy__(self, memo: Any = None) -> Any:
         """Returns a variable with a copy of the array, since a step donates what it writes."""
         with outside_mesh():
-            copied: Variable = self.copy(jax.tree.map(jnp.copy, self._raw()))
+            copied: Any = self.copy(jax.tree.map(jnp.copy, self._raw()))
         return copied
 
     __deepcopy__ = __copy__
