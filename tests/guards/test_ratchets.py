@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 50_639,
-    lines_of_tests: 49_632,
+    lines_of_tests: 49_627,
     files: 205,
     pieces: 0,
     private_words: 0,
