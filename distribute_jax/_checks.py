@@ -171,7 +171,7 @@ def checked(function: _F) -> _F:
     """
     inner = inspect.unwrap(function)
     if function in _checked or not inspect.isfunction(inner):
-        return _checked.get(function, function)  # type: ignore[no-any-return]
+        return _checked.get(function, function)
     code, parameters = inner.__code__, []
     for position, name in enumerate(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]):
         types = _checkable_types(inner.__annotations__.get(name), inner.__globals__["__name__"])

@@ -136,8 +136,7 @@ def backend_is_started() -> bool:
     ``jax.distributed.initialize`` raises then too, but only once all other processes wait for this one.
     """
     bridge: Any = importlib.import_module("jax._src.xla_bridge")
-    started: bool = bridge.backends_are_initialized()
-    return started
+    return bridge.backends_are_initialized()
 
 
 def coordination_client() -> Any:
@@ -190,8 +189,7 @@ _config: Any = jax.config
 
 def last_settings() -> tuple[Any, ...]:
     """Returns the settings at the last call of ``trace_settings``; the same object until they change."""
-    now: tuple[Any, ...] = _known_settings[0]
-    return now
+    return _known_settings[0]
 
 
 ARRAY: Any = importlib.import_module("jax._src.array").ArrayImpl

@@ -136,8 +136,7 @@ def inside_replica(mesh: Mesh) -> AbstractMesh:
     """Returns the mesh that code inside ``run`` sees, with manual and automatic axes."""
     manual = manual_axes(mesh)
     kinds = tuple(AxisType.Manual if name in manual else AxisType.Auto for name in mesh.axis_names)
-    inside: AbstractMesh = mesh.abstract_mesh.update(axis_types=kinds)
-    return inside
+    return mesh.abstract_mesh.update(axis_types=kinds)
 
 
 @functools.lru_cache
@@ -179,8 +178,7 @@ def in_default_memory(array: jax.Array) -> jax.Array:
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding) or sharding == in_device_memory(sharding):
         return array
-    moved: jax.Array = jax.device_put(array, in_device_memory(sharding))
-    return moved
+    return jax.device_put(array, in_device_memory(sharding))
 
 
 def put(value: Any, to: Sharding) -> Any:
@@ -200,8 +198,7 @@ def put(value: Any, to: Sharding) -> Any:
 
 def _put_local_shards(value: Any, to: Sharding) -> jax.Array:
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        moved: jax.Array = jax.device_put(value, to)
-        return moved
+        return jax.device_put(value, to)
     with outside_mesh():
         whole = value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
         shards = [

@@ -94,8 +94,7 @@ def on_bits(function: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax
     if not is_key(array):
         return function(array)
     bits = function(jax.random.key_data(array))
-    keys: jax.Array = jax.random.wrap_key_data(bits, impl=jax.random.key_impl(array))
-    return keys
+    return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(array))
 
 
 def is_donated(value: Any) -> bool:

@@ -358,6 +358,5 @@ def reading(value: Any) -> Iterator[None]:
 def step_of(value: Any) -> str | None:
     """Returns the name of the step that returned a value, if it is known."""
     if isinstance(value, Mirrored):
-        name: str | None = _mirrored.note(value)
-        return name
+        return _mirrored.note(value)
     return getattr(value, "step", None)

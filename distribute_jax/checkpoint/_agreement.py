@@ -76,8 +76,7 @@ def on_all(method: str, do: Callable[[], T]) -> T:
 def by_chief(method: str, do: Callable[[], T]) -> T:
     """Calls a function on the chief, and returns its result (JSON data) or raises its error on all."""
     result, error = _try(do) if is_chief() else (None, None)
-    value: T = _raise_first(method, error, result)[0].value
-    return value
+    return _raise_first(method, error, result)[0].value
 
 
 def _try(do: Callable[[], Any]) -> tuple[Any, Exception | None]:

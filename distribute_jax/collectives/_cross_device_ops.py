@@ -91,8 +91,7 @@ def sum_by(ops: CrossDeviceOps, value: jax.Array) -> jax.Array:
 def _bind(name: str, function: Callable[[Any], Any], value: Any) -> jax.Array:
     jaxpr = jax.make_jaxpr(function)(value)
     _check_result(name, jaxpr, value)
-    summed: jax.Array = sum_p.bind(value, jaxpr=jaxpr, function=function, name=name)
-    return summed
+    return sum_p.bind(value, jaxpr=jaxpr, function=function, name=name)
 
 
 def _check_result(name: str, jaxpr: Any, value: Any) -> None:
@@ -162,8 +161,7 @@ class NcclAllReduce(CrossDeviceOps):
 
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
         """See the base class."""
-        summed: jax.Array = jax.lax.psum(value, axis_name)
-        return summed
+        return jax.lax.psum(value, axis_name)
 
 
 class RingAllReduce(CrossDeviceOps):
@@ -203,8 +201,7 @@ class RingAllReduce(CrossDeviceOps):
         padded = jnp.pad(value.ravel(), (0, -value.size % replicas))
         finished = _reduce_scatter(padded.reshape(replicas, -1), axis_name)
         chunks = _all_gather(finished, axis_name)
-        summed: jax.Array = assume_mirrored(chunks.ravel()[: value.size].reshape(value.shape))
-        return summed
+        return assume_mirrored(chunks.ravel()[: value.size].reshape(value.shape))
 
 
 def _next(axis_name: str) -> list[tuple[int, int]]:
@@ -236,8 +233,7 @@ def _all_gather(finished: jax.Array, axis_name: str) -> jax.Array:
         return chunks.at[(me - i) % replicas].set(chunk), chunk
 
     start = chunks.at[(me + 1) % replicas].set(finished), finished
-    gathered: jax.Array = jax.lax.fori_loop(0, replicas - 1, step, start)[0]
-    return gathered
+    return jax.lax.fori_loop(0, replicas - 1, step, start)[0]
 
 
 class HierarchicalCopyAllReduce(CrossDeviceOps):
@@ -288,8 +284,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         part = jax.lax.psum_scatter(padded, axis_name, axis_index_groups=groups, tiled=True)
         part = jax.lax.psum(part, axis_name, axis_index_groups=between).astype(value.dtype)
         gathered = jax.lax.all_gather(part, axis_name, axis_index_groups=groups, tiled=True)
-        summed: jax.Array = assume_mirrored(gathered[: value.size].reshape(value.shape))
-        return summed
+        return assume_mirrored(gathered[: value.size].reshape(value.shape))
 
     def _group_size_for(self, replicas: int) -> int:
         if self.group_size is None:
@@ -372,8 +367,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         for i in others:
             received = jax.lax.ppermute(total, axis_name, [(self._root, i)])
             result = jnp.where(me == i, received, result)
-        summed: jax.Array = assume_mirrored(result)
-        return summed
+        return assume_mirrored(result)
 
     def _sum(self, values: list[jax.Array]) -> jax.Array:
         dtype = values[0].dtype

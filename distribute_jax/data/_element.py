@@ -99,8 +99,7 @@ def _transferred(leaf: Any, rows: Any, share: int, mesh: Mesh) -> jax.Array:
     """Returns an array of N × share rows, of which this process transfers those of its replicas."""
     sharding, first = split_sharding(mesh), local_replicas(mesh).start * share
     if isinstance(leaf, jax.Array) and is_local(mesh):
-        placed: jax.Array = jax.device_put(leaf if rows is None else leaf[rows], sharding)
-        return placed
+        return jax.device_put(leaf if rows is None else leaf[rows], sharding)
     leaf, size = np.asanyarray(leaf), num_replicas(mesh) * share
 
     def shard(index: Any) -> np.ndarray[Any, Any]:

@@ -110,7 +110,7 @@ def _two_classes(
 
 
 @dataclass(repr=False, eq=False)
-class BinaryCrossentropy(FormulaLoss):
+class BinaryCrossentropy(FormulaLoss, formula=binary_crossentropy, expects="probability"):
     """Binary cross-entropy; see ``binary_crossentropy``, and ``Loss`` for the other arguments.
 
     Example:
@@ -120,8 +120,6 @@ class BinaryCrossentropy(FormulaLoss):
         0.6931
     """
 
-    formula = staticmethod(binary_crossentropy)
-    _expects = "probability"
     from_logits: bool = False
     label_smoothing: float = 0.0
     axis: int = -1
@@ -131,11 +129,9 @@ class BinaryCrossentropy(FormulaLoss):
 
 
 @dataclass(repr=False, eq=False)
-class BinaryFocalCrossentropy(FormulaLoss):
+class BinaryFocalCrossentropy(FormulaLoss, formula=binary_focal_crossentropy, expects="probability"):
     """Binary focal cross-entropy; see ``binary_focal_crossentropy`` and ``Loss``."""
 
-    formula = staticmethod(binary_focal_crossentropy)
-    _expects = "probability"
     apply_class_balancing: bool = False
     alpha: float = 0.25
     gamma: float = 2.0
@@ -236,7 +232,7 @@ def _one_hot(
 
 
 @dataclass(repr=False, eq=False)
-class CategoricalCrossentropy(FormulaLoss):
+class CategoricalCrossentropy(FormulaLoss, formula=categorical_crossentropy, expects="probabilities"):
     """Cross-entropy of one-hot labels; see ``categorical_crossentropy`` and ``Loss``.
 
     Example:
@@ -246,8 +242,6 @@ class CategoricalCrossentropy(FormulaLoss):
         0.6931
     """
 
-    formula = staticmethod(categorical_crossentropy)
-    _expects = "probabilities"
     from_logits: bool = False
     label_smoothing: float = 0.0
     axis: int = -1
@@ -257,11 +251,9 @@ class CategoricalCrossentropy(FormulaLoss):
 
 
 @dataclass(repr=False, eq=False)
-class CategoricalFocalCrossentropy(FormulaLoss):
+class CategoricalFocalCrossentropy(FormulaLoss, formula=categorical_focal_crossentropy, expects="probabilities"):
     """Focal cross-entropy of one-hot labels; see ``categorical_focal_crossentropy`` and ``Loss``."""
 
-    formula = staticmethod(categorical_focal_crossentropy)
-    _expects = "probabilities"
     alpha: Any = 0.25
     gamma: float = 2.0
     from_logits: bool = False
@@ -344,7 +336,7 @@ def class_numbers(name: str, y_true: Any, predicted: jax.Array, axis: int) -> ja
 
 
 @dataclass(repr=False, eq=False)
-class SparseCategoricalCrossentropy(FormulaLoss):
+class SparseCategoricalCrossentropy(FormulaLoss, formula=sparse_categorical_crossentropy, expects="probabilities"):
     """Cross-entropy of class numbers; see ``sparse_categorical_crossentropy``, and ``Loss``.
 
     With ``ignore_class`` a mean is over the losses that count, as in Keras.
@@ -356,8 +348,6 @@ class SparseCategoricalCrossentropy(FormulaLoss):
         0.6931
     """
 
-    formula = staticmethod(sparse_categorical_crossentropy)
-    _expects = "probabilities"
     from_logits: bool = False
     ignore_class: int | None = None
     reduction: str | None = "sum_over_batch_size"

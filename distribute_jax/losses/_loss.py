@@ -156,11 +156,25 @@ class Loss:
         return f"{type(self).__name__}(name={self.name!r}, reduction={self.reduction!r})"
 
 
-class FormulaLoss(Loss):
-    """A loss that calls a function; a subclass with options is a dataclass of them, in Keras's order."""
+class OfFormula:
+    """A class of a formula, which takes y_true, y_pred and options and returns one loss per example."""
 
     formula: ClassVar[Callable[..., jax.Array]]
-    """Takes y_true, y_pred and the options, and returns one loss for each example."""
+
+    def __init_subclass__(
+        cls, formula: Callable[..., jax.Array] | None = None, **options: Any
+    ) -> None:
+        super().__init_subclass__(**options)
+        if formula is not None:
+            cls.formula = staticmethod(formula)
+
+
+class FormulaLoss(OfFormula, Loss):
+    """A loss that calls a function; a subclass with options is a dataclass of them, in Keras's order."""
+
+    def __init_subclass__(cls, expects: str | None = None, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._expects = expects or cls._expects
 
     def __init__(
         self,

@@ -104,41 +104,30 @@ def log_cosh(y_true: Any, y_pred: Any) -> jax.Array:
     return jnp.mean(optax.log_cosh(predicted, labels), axis=-1)
 
 
-class MeanSquaredError(FormulaLoss):
+class MeanSquaredError(FormulaLoss, formula=mean_squared_error):
     """The mean of the squared errors; see ``mean_squared_error``, and ``Loss`` for the arguments."""
 
-    formula = staticmethod(mean_squared_error)
 
-
-class MeanAbsoluteError(FormulaLoss):
+class MeanAbsoluteError(FormulaLoss, formula=mean_absolute_error):
     """The mean of the absolute errors; see ``mean_absolute_error``, and ``Loss`` for the arguments."""
 
-    formula = staticmethod(mean_absolute_error)
 
-
-class MeanAbsolutePercentageError(FormulaLoss):
+class MeanAbsolutePercentageError(FormulaLoss, formula=mean_absolute_percentage_error):
     """The mean error in percent of the labels; see ``mean_absolute_percentage_error`` and ``Loss``."""
 
-    formula = staticmethod(mean_absolute_percentage_error)
 
-
-class MeanSquaredLogarithmicError(FormulaLoss):
+class MeanSquaredLogarithmicError(FormulaLoss, formula=mean_squared_logarithmic_error):
     """The mean squared error of logarithms; see ``mean_squared_logarithmic_error`` and ``Loss``."""
 
-    formula = staticmethod(mean_squared_logarithmic_error)
 
-
-class LogCosh(FormulaLoss):
+class LogCosh(FormulaLoss, formula=log_cosh):
     """The logarithm of the hyperbolic cosine of the error; see ``log_cosh`` and ``Loss``."""
-
-    formula = staticmethod(log_cosh)
 
 
 @dataclass(repr=False, eq=False)
-class CosineSimilarity(FormulaLoss):
+class CosineSimilarity(FormulaLoss, formula=cosine_similarity):
     """Minus the cosine similarity; see ``cosine_similarity``, and ``Loss`` for the other arguments."""
 
-    formula = staticmethod(cosine_similarity)
     axis: int = -1
     reduction: str | None = "sum_over_batch_size"
     name: str = "cosine_similarity"
@@ -146,10 +135,9 @@ class CosineSimilarity(FormulaLoss):
 
 
 @dataclass(repr=False, eq=False)
-class Huber(FormulaLoss):
+class Huber(FormulaLoss, formula=huber):
     """Squared error near 0, absolute error beyond; see ``huber``, and ``Loss`` for the other arguments."""
 
-    formula = staticmethod(huber)
     delta: float = 1.0
     reduction: str | None = "sum_over_batch_size"
     name: str = "huber_loss"
@@ -169,17 +157,12 @@ def poisson(y_true: Any, y_pred: Any) -> jax.Array:
     return jnp.mean(predicted - labels * jnp.log(predicted + EPSILON), axis=-1)
 
 
-class KLDivergence(FormulaLoss):
+class KLDivergence(FormulaLoss, formula=kl_divergence, expects="probability"):
     """The Kullback-Leibler divergence; see ``kl_divergence``, and ``Loss`` for the arguments."""
 
-    formula = staticmethod(kl_divergence)
-    _expects = "probability"
 
-
-class Poisson(FormulaLoss):
+class Poisson(FormulaLoss, formula=poisson):
     """The Poisson loss of rates; see ``poisson``, and ``Loss`` for the arguments."""
-
-    formula = staticmethod(poisson)
 
 
 def hinge(y_true: Any, y_pred: Any) -> jax.Array:
@@ -213,19 +196,13 @@ def categorical_hinge(y_true: Any, y_pred: Any) -> jax.Array:
     return jnp.maximum(neg - pos + 1.0, 0.0)
 
 
-class Hinge(FormulaLoss):
+class Hinge(FormulaLoss, formula=hinge):
     """The hinge loss for two classes; see ``hinge``, and ``Loss`` for the arguments."""
 
-    formula = staticmethod(hinge)
 
-
-class SquaredHinge(FormulaLoss):
+class SquaredHinge(FormulaLoss, formula=squared_hinge):
     """The squared hinge loss for two classes; see ``squared_hinge``, and ``Loss`` for the arguments."""
 
-    formula = staticmethod(squared_hinge)
 
-
-class CategoricalHinge(FormulaLoss):
+class CategoricalHinge(FormulaLoss, formula=categorical_hinge):
     """The hinge loss for several classes; see ``categorical_hinge``, and ``Loss`` for the arguments."""
-
-    formula = staticmethod(categorical_hinge)

@@ -15,6 +15,7 @@ from distribute_jax._checks import check_int
 from distribute_jax._messages import promoting
 from distribute_jax.losses._crossentropy import class_numbers
 from distribute_jax.losses._get import FunctionLoss
+from distribute_jax.losses._loss import OfFormula
 from distribute_jax.losses._shapes import pair, predictions
 from distribute_jax.metrics._means import Average
 from distribute_jax.metrics._metric import Metric, in_snake_case
@@ -219,17 +220,8 @@ class SparseTopKCategoricalAccuracy(TopKCategoricalAccuracy):
     _of = "sparse_top_k_categorical_accuracy"
 
 
-class _MeanOfFormula(MeanMetricWrapper):
+class _MeanOfFormula(OfFormula, MeanMetricWrapper):
     """The mean of a loss function over all examples; takes the options of the function."""
-
-    formula: ClassVar[Callable[..., jax.Array]]
-
-    def __init_subclass__(
-        cls, formula: Callable[..., jax.Array] | None = None, **options: Any
-    ) -> None:
-        super().__init_subclass__(**options)
-        if formula is not None:
-            cls.formula = staticmethod(formula)
 
     def __init__(self, name: str | None = None, dtype: Any = None, **options: Any) -> None:
         super().__init__(type(self).formula, name, dtype, **options)

@@ -115,8 +115,7 @@ class Job:
         if self.index == 0 and number:
             # All have reached this round, so nobody reads the previous one any more.
             self.store.remove(f"round/{topic}/{number - 1}/")
-        texts: list[str] = result["texts"]
-        return texts
+        return result["texts"]
 
     def barrier(self, name: str, seconds: float | None = None) -> None:
         self.exchange(f"barrier {name}", "", seconds)

@@ -119,4 +119,4 @@ def per_example(tree: T) -> T:
         >>> strategy.run(lambda: dj.per_example(jnp.arange(2.0)))
         Array([0., 1.], dtype=float32)
     """
-    return jax.tree.map(PerExample, tree)  # type: ignore[no-any-return]
+    return jax.tree.map(PerExample, tree)

@@ -30,8 +30,7 @@ def get_strategy() -> Strategy:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/get_strategy
     """
-    strategy: Strategy = _frames.current().strategy
-    return strategy
+    return _frames.current().strategy
 
 
 def has_strategy() -> bool:
@@ -63,8 +62,7 @@ def get_replica_context() -> Any:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/get_replica_context
     """
-    replica: ReplicaContext | None = _frames.current().replica
-    return replica
+    return _frames.current().replica
 
 
 def in_cross_replica_context() -> bool:

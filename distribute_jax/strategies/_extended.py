@@ -279,8 +279,7 @@ class V1Methods:
             "experimental_distribute_datasets_from_function",
             "distribute_datasets_from_function(fn)",
         )
-        dataset: DistributedDataset = self.distribute_datasets_from_function(dataset_fn, options)
-        return dataset
+        return self.distribute_datasets_from_function(dataset_fn, options)
 
     def experimental_make_numpy_dataset(
         self, numpy_input: PyTree, session: Any = None
@@ -334,8 +333,7 @@ class V1Methods:
     def unwrap(self: Any, value: PyTree) -> tuple[PyTree, ...]:
         """Older name of ``experimental_local_results``."""
         _warn("unwrap", "experimental_local_results(value)")
-        values: tuple[PyTree, ...] = self.experimental_local_results(value)
-        return values
+        return self.experimental_local_results(value)
 
     def update_config_proto(self, config_proto: T) -> T:
         """Returns a session's configuration: there is no session to configure."""

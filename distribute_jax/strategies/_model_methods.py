@@ -84,8 +84,7 @@ class ModelMethods:
                 f"strategy.placement got {leaf_text(model)}, which is not a pytree of variables and arrays. "
                 "Pass the module, or (module, optimizer); of a dj.Model its module."
             )
-        rows: list[PlacedLeaf] = self._replicas.rows(*zip(*state, strict=True))
-        return rows
+        return self._replicas.rows(*zip(*state, strict=True))
 
     @final
     def plan(
@@ -123,8 +122,7 @@ class ModelMethods:
             (64, 1024)
         """
         self._enter_program("strategy.plan")
-        planned: StepPlan = self._runner.plan(step, args, kwargs, options, replicas)
-        return planned
+        return self._runner.plan(step, args, kwargs, options, replicas)
 
 
 def _created(make: Callable[[], M], replicas: Replicas) -> M:
@@ -157,8 +155,7 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
     graph, tree, shardings = parts
     lowered = jax.jit(jex_core.jaxpr_as_fun(closed), out_shardings=shardings).lower()
     _check_same_program(lowered, replicas)
-    model: M = nnx.merge(graph, jax.tree.unflatten(tree, lowered.compile()()))
-    return model
+    return nnx.merge(graph, jax.tree.unflatten(tree, lowered.compile()()))
 
 
 def _leaves_of(nest: Any, state: Any) -> list[tuple[nnx.Variable[Any] | None, Path]]:

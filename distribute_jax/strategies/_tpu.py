@@ -206,8 +206,7 @@ def _constrained(array: jax.Array, dims: Sequence[tuple[str, ...]]) -> jax.Array
     if not any(dims):  # one core
         return array
     spec = PartitionSpec(*(names or None for names in dims))
-    constrained: jax.Array = jax.lax.with_sharding_constraint(array, spec)
-    return constrained
+    return jax.lax.with_sharding_constraint(array, spec)
 
 
 def _axes_for(counts: Sequence[int], mesh: Mesh) -> list[tuple[str, ...]]:

@@ -222,8 +222,7 @@ def _parametrized(test: Test, combinations: Combinations) -> Test:
     pytest: Any = sys.modules.get("pytest")
     if pytest is None:
         return test
-    marked: Test = pytest.mark.parametrize(_ARGUMENT, combinations, ids=str)(test)
-    return marked
+    return pytest.mark.parametrize(_ARGUMENT, combinations, ids=str)(test)
 
 
 REPLICA_COUNTS = (1, 2, 4, 8)

@@ -23,8 +23,7 @@ _PARAMETER = "_strategy_combination"
 @pytest.fixture
 def _strategy_combination(request: pytest.FixtureRequest) -> Combination:
     """The strategy and the number of replicas of this test."""
-    combination: Combination = request.param
-    return combination
+    return request.param
 
 
 @pytest.fixture

@@ -280,8 +280,7 @@ class DeviceAssignment:
     def _core(self, replica: int, logical_core: int) -> Ints:
         check_int("replica", replica, 0, self.num_replicas)
         check_int("logical_core", logical_core, 0, self.num_cores_per_replica)
-        core: Ints = self.core_assignment[replica, logical_core]
-        return core
+        return self.core_assignment[replica, logical_core]
 
     def __repr__(self) -> str:
         return (

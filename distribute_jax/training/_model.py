@@ -402,7 +402,7 @@ class Model(Stateful):
     @property
     def learning_rate(self) -> float:
         """The optimizer's learning rate; it can be set if it is part of the optimizer's state."""
-        return self.optimizer.learning_rate  # type: ignore[no-any-return]
+        return self.optimizer.learning_rate
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:

@@ -283,7 +283,7 @@ def as_nnx(module: Any, sample_input: PyTree, rngs: Any, strategy: Strategy) -> 
             for name, value in MODE_KEYWORDS.items()
             if name in known and known[name].default is known[name].empty
         }
-        return bridged.lazy_init(sample, **eval_mode)  # type: ignore[no-any-return]
+        return bridged.lazy_init(sample, **eval_mode)
 
 
 @contextmanager

@@ -478,8 +478,7 @@ def update_if(
         ]
         action(*nodes)
         news = [nnx.state(node, of) for node, (_, of) in zip(nodes, parts, strict=True)]
-        cast: list[Any] = jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), news, olds)
-        return cast
+        return jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), news, olds)
 
     news = cond(condition, run, lambda olds: olds, olds)
     for (node, _), new in zip(parts, news, strict=True):

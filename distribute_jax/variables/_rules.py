@@ -291,8 +291,7 @@ def reshard(stacked: jax.Array, mesh: Mesh, aggregation: VariableAggregation) ->
         none = aggregation is VariableAggregation.NONE
         value = stacked[0] if none else combine(stacked, aggregation, "")
         stacked = initial_components(value, replicas, aggregation)
-    components: jax.Array = place(stacked, mesh)
-    return components
+    return place(stacked, mesh)
 
 
 Combine = Callable[[jax.Array], jax.Array]
@@ -337,8 +336,7 @@ def scatter(
     if combine_replicas is None:
         if op == "div":
             return _divided(value, jnp.ones_like(value).at[indices].multiply(updates))
-        changed: jax.Array = getattr(value.at[indices], SCATTERS[op])(updates)
-        return changed
+        return getattr(value.at[indices], SCATTERS[op])(updates)
     if op in ("add", "sub"):
         dense = combine_replicas(jnp.zeros_like(value).at[indices].add(updates))
         return value + dense if op == "add" else value - dense

@@ -123,8 +123,7 @@ class TfData(Stream):
             )
 
     def start(self) -> Iterator[PyTree]:
-        batches: Iterator[PyTree] = self._dataset.as_numpy_iterator()
-        return batches
+        return self._dataset.as_numpy_iterator()
 
     @property
     def length(self) -> int | None:
@@ -177,8 +176,7 @@ class TfData(Stream):
     def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
         if not position:
             return super().open()
-        batches: Iterator[PyTree] = self._dataset.skip(position).as_numpy_iterator()
-        return batches
+        return self._dataset.skip(position).as_numpy_iterator()
 
     def _graph(self) -> Any:
         variant = self._tf.data.experimental.to_variant(self._dataset)

@@ -47,8 +47,7 @@ def _aggregates(n: int) -> dict[VariableAggregation, float]:
 def _variable(
     s: Subject, aggregation: VariableAggregation, value: Any = 10.0, **kinds: Any
 ) -> Variable:
-    variable: Variable = s.create(lambda: Variable(value, aggregation=aggregation, **kinds))
-    return variable
+    return s.create(lambda: Variable(value, aggregation=aggregation, **kinds))
 
 
 def _one_per_method(s: Subject, aggregation: VariableAggregation) -> dict[str, Variable]:
@@ -293,7 +292,7 @@ def _by_hand(model: Any, sizes: tuple[int, ...]) -> dict[str, Any]:
         momenta = [_MOMENTUM * m + scale * g for m, g in zip(momenta, gradients, strict=True)]
         b, w = b - _RATE * momenta[0], w - _RATE * momenta[1]
     trained = {"losses": np.asarray(losses), "parameters": [b, w], "momenta": momenta}
-    return jax.tree.map(np.float32, trained)  # type: ignore[no-any-return]
+    return jax.tree.map(np.float32, trained)
 
 
 def _equals_by_hand(
@@ -316,10 +315,10 @@ def _model_and_optimizer(
 
 
 def _gradients(model: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any]:
-    loss_and_gradients: tuple[Any, Any] = nnx.value_and_grad(
-        lambda model: compute_average_loss(jnp.square(model(x)[:, 0] - y))
-    )(model)
-    return loss_and_gradients
+    def loss(model: Any) -> jax.Array:
+        return compute_average_loss(jnp.square(model(x)[:, 0] - y))
+
+    return nnx.value_and_grad(loss)(model)
 
 
 def _step(model: Any, optimizer: Any) -> Callable[..., Any]:
