@@ -215,7 +215,6 @@ def _json_value(value: Any) -> Any:
 
 
 def python_value(spec: Spec, text: Any) -> Any:
-    """Returns the Python value for JSON data."""
     if spec.dtype == "complex":
         return complex(*map(_float, text))
     return _float(text) if spec.dtype == "float" else text

@@ -106,7 +106,6 @@ def _version(package: str) -> str:
 
 
 def make_record(spec: Spec, dtype: str, parts: Sequence[Part]) -> Record:
-    """Returns the entry of a leaf from its parts."""
     ordered = tuple(sorted(parts, key=lambda part: part.start))
     # The data of random keys has more dims than the array of keys.
     shape = (*spec.shape, *ordered[0].shape[len(spec.shape) :])
@@ -225,7 +224,6 @@ def _sizes(numbers: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_step_name(name: str) -> bool:
-    """True if a name is that of a step's folder."""
     return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 

@@ -6,10 +6,8 @@ processes. So the other processes write their arrays as raw bytes.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-import operator
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -21,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from distribute_jax._errors import CheckpointDamagedError, CheckpointError
 from distribute_jax._mesh import put
@@ -249,12 +248,10 @@ def load_flax(folder: Path, module: nnx.Module) -> None:
         lines += [f"{name}: saved, and not in the module" for name in extra]
         raise CheckpointError(_MISFIT.format(folder=folder, lines=listed(lines)))
     keys = {path: saved[path][0] for path in wanted}
-    tree: dict[str, Any] = {}
-    for at in keys.values():
-        functools.reduce(lambda node, key: node.setdefault(key, {}), at[:-1], tree)[at[-1]] = 0
-    values = on_all("load_weights", lambda: _read(folder, tree))
+    tree = unflatten_dict(dict.fromkeys(keys.values(), 0))
+    values = flatten_dict(on_all("load_weights", lambda: _read(folder, tree)))
     for path, variable in wanted.items():
-        assign(variable, functools.reduce(operator.getitem, keys[path], values))
+        assign(variable, values[keys[path]])
 
 
 def _saved_weights(

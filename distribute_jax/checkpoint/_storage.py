@@ -24,7 +24,6 @@ from distribute_jax._errors import (
     MissingPackageError,
 )
 from distribute_jax._messages import error_text
-from distribute_jax.checkpoint import _storage
 from distribute_jax.checkpoint._manifest import ARRAYS, DAMAGED, MANIFEST, check_files, is_step_name
 
 try:
@@ -352,7 +351,7 @@ class BucketDirectory:
         with tempfile.TemporaryDirectory(prefix="distribute_jax-") as temporary:
             local = Path(temporary) / folder
             fill(local)
-            files = _storage.digests(local)
+            files = digests(local)
             for file in files:
                 path = self._path(f"{self.draft_folder(name, token)}/{folder}/{file}")
                 with _os_errors():
@@ -409,9 +408,8 @@ class BucketDirectory:
                         self.store.get_file(self._path(f"{name}/{folder}/{file}"), str(local))
                 except FileNotFoundError:
                     local.unlink(missing_ok=True)  # check_files reports it
-            check_files(
-                f"{self.path_of(name)}/{folder}", _storage.digests(root, files, largest), files
-            )
+            where = f"{self.path_of(name)}/{folder}"
+            check_files(where, digests(root, files, largest), files)
             yield root
 
     def remove(self, name: str) -> None:

@@ -39,7 +39,6 @@ class Service:
         return str(self._ask(path, body).text)
 
     def json(self, path: str, body: Any = None) -> dict[str, Any]:
-        """Returns the JSON object of the answer."""
         response = self._ask(path, body)
         try:
             answer = response.json()

@@ -98,7 +98,6 @@ class Hashes:
         ]
 
     def check(self) -> None:
-        """Raises if devices differ."""
         if lines := self.lines():
             raise OutOfSyncError(_UNEQUAL.format(lines=listed(lines)))
 
@@ -268,7 +267,6 @@ def _on_each_device(mesh: Mesh, function: Callable[..., jax.Array]) -> Callable[
 
 
 def _devices_by_part(array: jax.Array) -> list[list[jax.Device]]:
-    """Groups the devices by the part of an array that they have."""
     groups: dict[Any, list[jax.Device]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         part = tuple((s.start, s.stop) for s in index)

@@ -160,7 +160,6 @@ class NcclAllReduce(CrossDeviceOps):
         self.num_packs = check_int("NcclAllReduce(num_packs)", num_packs, 0)
 
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
-        """See the base class."""
         return jax.lax.psum(value, axis_name)
 
 
@@ -196,7 +195,6 @@ class RingAllReduce(CrossDeviceOps):
         self.num_packs = check_int("RingAllReduce(num_packs)", num_packs, 0)
 
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
-        """See the base class."""
         replicas = jax.lax.axis_size(axis_name)
         padded = jnp.pad(value.ravel(), (0, -value.size % replicas))
         finished = _reduce_scatter(padded.reshape(replicas, -1), axis_name)
@@ -275,7 +273,6 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
             check_int("HierarchicalCopyAllReduce(group_size)", group_size)
 
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
-        """See the base class."""
         replicas = jax.lax.axis_size(axis_name)
         size = self._group_size_for(replicas)
         groups = [list(range(start, start + size)) for start in range(0, replicas, size)]
@@ -344,20 +341,12 @@ class ReductionToOneDevice(CrossDeviceOps):
         self._root = 0
 
     def on_replica(self, replica: int) -> ReductionToOneDevice:
-        """Returns a copy that adds on a replica; called by the strategy.
-
-        Args:
-            replica: the replica whose device ``reduce_to_device`` names.
-
-        Returns:
-            A copy.
-        """
+        """Returns a copy that adds on the replica whose device is named; called by the strategy."""
         placed = copy.copy(self)
         placed._root = replica
         return placed
 
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
-        """See the base class."""
         me, replicas = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
         others = [i for i in range(replicas) if i != self._root]
         copied = {i: jax.lax.ppermute(value, axis_name, [(i, self._root)]) for i in others}

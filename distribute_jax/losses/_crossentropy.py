@@ -129,7 +129,9 @@ class BinaryCrossentropy(FormulaLoss, formula=binary_crossentropy, expects="prob
 
 
 @dataclass(repr=False, eq=False)
-class BinaryFocalCrossentropy(FormulaLoss, formula=binary_focal_crossentropy, expects="probability"):
+class BinaryFocalCrossentropy(
+    FormulaLoss, formula=binary_focal_crossentropy, expects="probability"
+):
     """Binary focal cross-entropy; see ``binary_focal_crossentropy`` and ``Loss``."""
 
     apply_class_balancing: bool = False
@@ -232,7 +234,9 @@ def _one_hot(
 
 
 @dataclass(repr=False, eq=False)
-class CategoricalCrossentropy(FormulaLoss, formula=categorical_crossentropy, expects="probabilities"):
+class CategoricalCrossentropy(
+    FormulaLoss, formula=categorical_crossentropy, expects="probabilities"
+):
     """Cross-entropy of one-hot labels; see ``categorical_crossentropy`` and ``Loss``.
 
     Example:
@@ -251,7 +255,9 @@ class CategoricalCrossentropy(FormulaLoss, formula=categorical_crossentropy, exp
 
 
 @dataclass(repr=False, eq=False)
-class CategoricalFocalCrossentropy(FormulaLoss, formula=categorical_focal_crossentropy, expects="probabilities"):
+class CategoricalFocalCrossentropy(
+    FormulaLoss, formula=categorical_focal_crossentropy, expects="probabilities"
+):
     """Focal cross-entropy of one-hot labels; see ``categorical_focal_crossentropy`` and ``Loss``."""
 
     alpha: Any = 0.25
@@ -336,7 +342,9 @@ def class_numbers(name: str, y_true: Any, predicted: jax.Array, axis: int) -> ja
 
 
 @dataclass(repr=False, eq=False)
-class SparseCategoricalCrossentropy(FormulaLoss, formula=sparse_categorical_crossentropy, expects="probabilities"):
+class SparseCategoricalCrossentropy(
+    FormulaLoss, formula=sparse_categorical_crossentropy, expects="probabilities"
+):
     """Cross-entropy of class numbers; see ``sparse_categorical_crossentropy``, and ``Loss``.
 
     With ``ignore_class`` a mean is over the losses that count, as in Keras.

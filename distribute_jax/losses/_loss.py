@@ -130,12 +130,10 @@ class Loss:
         total = jnp.sum(terms)
         if self.reduction == "sum":
             return total
-        if self.reduction == "mean_with_sample_weight" and weights is not None:
+        if self.reduction != "mean_with_sample_weight" or weights is None:
+            weights = None if counted is None else jnp.ones((), losses.dtype)
+        if weights is not None:
             part = _divided_by_weights(total, weights, losses.shape, keep, replica)
-        elif counted is not None:
-            part = _divided_by_weights(
-                total, jnp.ones((), losses.dtype), losses.shape, keep, replica
-            )
         else:
             # In floating point: a large batch of images has more terms than an int32 counts.
             count = jnp.asarray(_examples(replica, losses.shape[0]), total.dtype)
@@ -189,7 +187,6 @@ class FormulaLoss(OfFormula, Loss):
         check_smoothing(type(self).__name__, getattr(self, "label_smoothing", 0))
 
     def call(self, y_true: Any, y_pred: Any) -> jax.Array:
-        """Returns one loss for each example; see ``Loss.call``."""
         fields = getattr(type(self), "__dataclass_fields__", {}).keys()
         options = {name: getattr(self, name) for name in fields - {"reduction", "name", "dtype"}}
         return type(self).formula(y_true, y_pred, **options)
@@ -264,7 +261,6 @@ def _divided_by_weights(
 
 
 def _replica_context(name: str) -> Any:
-    """Returns the current replica context; raises in cross-replica context."""
     replica = get_replica_context()
     if replica is None:
         raise ContextError(

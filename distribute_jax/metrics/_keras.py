@@ -246,7 +246,6 @@ class RootMeanSquaredError(MeanSquaredError):
 
     @promoting
     def compute(self) -> jax.Array:
-        """Returns the root of the mean."""
         return jnp.sqrt(super().compute())
 
 

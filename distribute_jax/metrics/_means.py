@@ -227,7 +227,6 @@ class MultiMetric(Metric):
             setattr(self, name, metric)
 
     def reset(self) -> None:
-        """Resets every metric."""
         for name in self.names:
             getattr(self, name).reset()
 

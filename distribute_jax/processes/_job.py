@@ -82,7 +82,6 @@ class Job:
 
     @property
     def is_alone(self) -> bool:
-        """True in a job of one process."""
         return self.count == 1
 
     def exchange(

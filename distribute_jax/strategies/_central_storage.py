@@ -37,10 +37,8 @@ class CentralStorageStrategy(Strategy):
             default memory only: read other variables with ``np.asarray``.
         replicas_per_device: how many replicas each compute device runs, one after the other, as in
             ``MirroredStrategy``.
-        steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on
-            CPU, where it is 2.
-        axis_name: how code in ``run`` names the axis of the replicas, as in
-            ``nnx.BatchNorm(axis_name="batch")`` or ``jax.lax.pmean(x, "batch")``; ``"data"`` always works.
+        steps_in_flight: as in ``MirroredStrategy``.
+        axis_name: as in ``MirroredStrategy``.
 
     Raises:
         ValueError: a device is unknown, named twice, or of another process; or the parameter device

@@ -43,9 +43,8 @@ class FullyShardedStrategy(Strategy):
             None means the devices of this process.
         cluster_options: how long the processes wait for each other.
         optimizer_memory_kind: as in ``MirroredStrategy``.
-        steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on CPU,
-            where it is 2.
-        axis_name: how code in ``run`` names the axis of the replicas; ``"data"`` always works.
+        steps_in_flight: as in ``MirroredStrategy``.
+        axis_name: as in ``MirroredStrategy``.
 
     Raises:
         ValueError: an argument is not what it should be; at the first ``run``: no parameter can be divided.

@@ -36,10 +36,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         replicas_per_device: how many replicas each device has, one after the other, as in
             ``MirroredStrategy``.
         optimizer_memory_kind: as in ``MirroredStrategy``.
-        steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on CPU,
-            where it is 2.
-        axis_name: how code in ``run`` names the axis of the replicas, as in
-            ``nnx.BatchNorm(axis_name="batch")`` or ``jax.lax.pmean(x, "batch")``; ``"data"`` always works.
+        steps_in_flight: as in ``MirroredStrategy``.
+        axis_name: as in ``MirroredStrategy``.
 
     Raises:
         ValueError: an argument is not what it should be.

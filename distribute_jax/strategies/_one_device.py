@@ -22,8 +22,7 @@ class OneDeviceStrategy(Strategy):
         device: a ``jax.Device``, an index into the local devices, or a string such as ``"gpu:0"``.
         replicas_per_device: how many replicas it has, one after the other, as in ``MirroredStrategy``.
         optimizer_memory_kind: as in ``MirroredStrategy``.
-        axis_name: how code in ``run`` names the axis of the replicas, as in
-            ``nnx.BatchNorm(axis_name="batch")`` or ``jax.lax.pmean(x, "batch")``; ``"data"`` always works.
+        axis_name: as in ``MirroredStrategy``.
 
     Raises:
         ValueError: there is no such device; the message lists those there are.

@@ -47,10 +47,8 @@ class TPUStrategy(Strategy):
         replicas_per_device: how many replicas each core, or block of cores, runs one after the other, as in
             ``MirroredStrategy``.
         cluster_options: how long the processes wait for each other.
-        steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on CPU,
-            where it is 2.
-        axis_name: how code in ``run`` names the axis of the replicas, as in
-            ``nnx.BatchNorm(axis_name="batch")`` or ``jax.lax.pmean(x, "batch")``; ``"data"`` always works.
+        steps_in_flight: as in ``MirroredStrategy``.
+        axis_name: as in ``MirroredStrategy``.
 
     Raises:
         ValueError: no resolver, an assignment that spreads a replica over processes, or another argument.

@@ -111,7 +111,6 @@ def _drained(previewed: deque[PyTree], rest: Iterator[PyTree]) -> Iterator[PyTre
 
 
 def length_of(batches: Any) -> int | None:
-    """Returns the ``len``, or None if there is none."""
     try:
         return len(batches)
     except TypeError:

@@ -326,11 +326,7 @@ class SwapEMAWeights(Callback):
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         self._swap(averages=False)
 
-    def on_predict_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._swap(averages=True)
-
-    def on_predict_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._swap(averages=False)
+    on_predict_begin, on_predict_end = on_test_begin, on_test_end
 
     def _release(self) -> None:
         self._swap(averages=False)
