@@ -45,8 +45,3 @@ def test_the_three_ways_go_on_alike():
         expected = hand()
         assert ours() == pytest.approx(expected, rel=1e-5)
         assert loop() == pytest.approx(expected, rel=1e-5)
-
-
-def test_dispatches_that_do_not_make_up_an_epoch_are_refused():
-    with pytest.raises(ValueError, match="not whole dispatches"):
-        fit.Case(work=WORK, replicas=2, together=3)

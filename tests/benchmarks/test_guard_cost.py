@@ -18,8 +18,3 @@ def test_a_measurement_has_fit_with_and_without_each_guard() -> None:
     assert [r["column"] for r in log.of("step")] == guards
     assert all(guard in page for guard in guards)
     assert [row.column for row in rows] == guards[1:]
-
-
-def test_counts_that_measure_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        guard_cost.Options(cases=(guard_cost.Case(work=TINY, steps=0),))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from benchmark_shape import answers_of
@@ -45,8 +43,3 @@ def test_every_source_gives_the_same_batches(name: str) -> None:
     batches = list(input_pipeline.find_source(source).open())
     np.testing.assert_array_equal(np.concatenate([b[0] for b in batches]), x)
     np.testing.assert_array_equal(np.concatenate([b[1] for b in batches]), y)
-
-
-def test_counts_that_measure_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        replace(input_pipeline.QUICK, rounds=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 from benchmark_shape import answers_of
@@ -38,12 +37,3 @@ def test_steps_that_train_differently_are_refused() -> None:
     """No ratio is given of two programs that do not compute the same."""
     with pytest.raises(ValueError, match="train differently"):
         scaling.check_equal({scaling.RUN: [1.0, 0.9], scaling.BY_HAND: [1.0, 0.8]})
-
-
-@pytest.mark.parametrize(
-    "options", [{"rounds": 0}, {"layouts": ()}, {"batch": 10}, {"kinds": ("big",)}]
-)
-def test_options_with_which_nothing_could_be_measured_are_refused(options: Any) -> None:
-    """No rounds, no layout, or a batch that the replicas do not divide."""
-    with pytest.raises(ValueError, match=r"every number|is divided by|the kinds are"):
-        scaling.Options(**options)

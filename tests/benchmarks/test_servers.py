@@ -27,8 +27,3 @@ def test_a_measurement_has_steps_empty_closures_and_bounds() -> None:
     assert targets == [None, None, 1.0, 1.0, 1.0, None, 1.0, None, None, servers.TWICE, None]
     assert "| max_staleness |" in page
     assert "| 100 | processes |" in page
-
-
-def test_counts_that_measure_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        replace(servers.QUICK, rounds=0)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,34 @@ def small_answer(name: str = "small", status: int = 0, **more: Any) -> Answer:
         **more,
     )
     return Answer(benchmark, Log(records), status)
+
+
+WITHOUT_MEASUREMENT: dict[str, Any] = {
+    "collectives": [{"rounds": 0}, {"sizes": (6,)}, {"replicas": (0,)}],
+    "compile_time": [{"imports": 0}],
+    "fit": [{"rounds": 0}, {"case": {"together": 3}}],
+    "guard_cost": [{"case": {"steps": 0}}],
+    "input_pipeline": [{"rounds": 0}],
+    "scaling": [{"rounds": 0}, {"layouts": ()}, {"batch": 10}, {"kinds": ("big",)}],
+    "servers": [{"rounds": 0}],
+    "step_time": [{"rounds": 0}],
+    "verify_cost": [{"case": {"rounds": 0}}],
+}
+"""Options of a benchmark, or of its first case, that leave nothing to measure."""
+
+
+def _changed(options: Any, change: dict[str, Any]) -> Any:
+    case = change.get("case")
+    return replace(options, **({"cases": (replace(options.cases[0], **case),)} if case else change))
+
+
+@pytest.mark.parametrize("name", WITHOUT_MEASUREMENT)
+def test_options_that_leave_nothing_to_measure_are_refused(name: str) -> None:
+    """No rounds, no layout, sizes that nothing divides, dispatches that do not make up an epoch."""
+    quick = importlib.import_module(f"benchmarks.{name}").BENCHMARK.quick
+    for change in WITHOUT_MEASUREMENT[name]:
+        with pytest.raises(ValueError, match=r"at least|multiples|divided|not whole|the kinds are"):
+            _changed(quick, change)
 
 
 def test_the_page_has_all_tables_pictures_and_records(tmp_path: Path) -> None:

@@ -88,19 +88,30 @@ def train_in_job(folder):
     return outcome
 
 
-def train_in_groups(folder):
-    """The two devices of each process divide the model; saves it, trains on, and loads what was saved."""
-    strategy, folder = job_strategy(shard_over=2), Path(folder)
+def train_and_resume(strategy, folder, saved, loaded):
+    """Trains, saves, trains on in another program, and goes on from what a checkpoint holds."""
     tree = tree_of(strategy)
-    outcome = {"trained": train(strategy, tree), "bytes": bytes_of(tree)}
+    outcome = {"trained": train(strategy, tree), "bytes": bytes_of(tree), "repr": repr(strategy)}
     dj.check_in_sync(tree)
-    dj.checkpoint.save(folder / "groups", tree)
+    dj.checkpoint.save(Path(folder) / saved, tree)
     outcome["again"] = train(strategy, tree, (16,), dj.RunOptions(verify="first"))
     shards = tree["model"].embed.embedding[...].addressable_shards
-    outcome["indices"] = sorted(shard.index[1].start for shard in shards)
-    dj.checkpoint.load(folder / "groups", tree)
+    outcome["indices"] = sorted(shard.index[1].start or 0 for shard in shards)
+    dj.checkpoint.load(Path(folder) / loaded, tree)
     outcome["loaded"] = train(strategy, tree, (16,))
     return outcome
+
+
+def train_in_groups(folder):
+    """The two devices of each process divide the model."""
+    return train_and_resume(job_strategy(shard_over=2), folder, "groups", "groups")
+
+
+def train_with_sharded_update(folder):
+    """The devices of all processes divide the state of the optimizer."""
+    timeouts = dj.ClusterOptions(start_seconds=90, step_seconds=60)
+    strategy = dj.MultiWorkerMirroredStrategy(cluster_options=timeouts, shard_optimizer_state=True)
+    return train_and_resume(strategy, folder, "update", "alone")
 
 
 class Net(nnx.Module):
@@ -279,6 +290,29 @@ def test_each_process_is_a_group(alone, processes):
         assert outcome["indices"] == [0, 32]
         for kept in outcome["bytes"]["devices"]:
             assert outcome["bytes"]["whole"] / 2 < kept < outcome["bytes"]["whole"] / 2 + 8_000
+
+
+@pytest.mark.exhaustive
+def test_a_sharded_update_has_the_values_of_mirrored_state(alone, processes):
+    """Each device has the model and its share of the momentum; checkpoints go to one process and back."""
+    folder, trained, later = alone
+    for result in LocalCluster(processes, 2, timeout=180).run(
+        train_with_sharded_update, str(folder)
+    ):
+        outcome = result.value
+        assert "shard_optimizer_state=True" in outcome["repr"]
+        assert_close(outcome["trained"], trained)
+        assert_close([outcome["again"], outcome["loaded"]], [later, later])
+        model = outcome["bytes"]["whole"] / 2
+        for kept in outcome["bytes"]["devices"]:
+            assert model < kept < model + model / (2 * processes) + 8_000
+    for strategy in (
+        dj.MirroredStrategy([0, 1, 2, 3]),
+        dj.MirroredStrategy([0, 1], shard_optimizer_state=True),
+    ):
+        tree = tree_of(strategy)
+        dj.checkpoint.load(folder / "update", tree)
+        assert_close(train(strategy, tree, (16,)), later)
 
 
 @pytest.mark.exhaustive

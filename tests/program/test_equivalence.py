@@ -34,9 +34,7 @@ class Net(nnx.Module):
         return self.second(nnx.tanh(self.first(x)))
 
 
-def train(
-    strategy: dj.Strategy, names: tuple[str, ...], dtype: type, options: dj.RunOptions | None = None
-):
+def train(strategy: dj.Strategy, names: tuple[str, ...], dtype: type):
     """Returns losses, parameters and optimizer state of ten steps over batches of 16, 13 and 1.
 
     Each optimizer trains a network; all are in one program, which compiles once.
@@ -65,7 +63,7 @@ def train(
 
     losses: dict[str, list[Any]] = {name: [] for name in names}
     for batch in strategy.distribute_dataset(batches):
-        total = strategy.reduce("sum", strategy.run(step, args=batch, options=options))
+        total = strategy.reduce("sum", strategy.run(step, args=batch))
         for name in names:
             losses[name].append(np.asarray(total[name]))
     params = {name: nnx.to_pure_dict(nnx.state(models[name], nnx.Param)) for name in names}
@@ -105,15 +103,6 @@ def test_ten_steps_are_those_of_one_device_in_float64(strategy: dj.Strategy):
     assert {losses.dtype for losses in many[0].values()} == {np.dtype(np.float64)}
 
 
-def assert_close_in_float32(many: Any, names: tuple[str, ...]) -> None:
-    """Compares with one device: losses, parameters, state of the optimizers."""
-    one = on_one_device(names, np.float32)
-    for name in names:
-        np.testing.assert_allclose(many[0][name], one[0][name], rtol=2e-5)
-    assert_close(many[1], one[1], 1e-4)
-    assert_close(many[2], one[2], 1e-3)
-
-
 @pytest.mark.parametrize(
     "names",
     [("adam", "clipped"), pytest.param(("sgd", "momentum"), marks=pytest.mark.exhaustive)],
@@ -122,7 +111,11 @@ def assert_close_in_float32(many: Any, names: tuple[str, ...]) -> None:
 def test_ten_steps_are_those_of_one_device_in_float32(
     strategy: dj.Strategy, names: tuple[str, ...]
 ):
-    assert_close_in_float32(train(strategy, names, np.float32), names)
+    many, one = train(strategy, names, np.float32), on_one_device(names, np.float32)
+    for name in names:
+        np.testing.assert_allclose(many[0][name], one[0][name], rtol=2e-5)
+    assert_close(many[1], one[1], 1e-4)
+    assert_close(many[2], one[2], 1e-3)
 
 
 def test_one_device_equals_plain_flax_and_optax():
@@ -145,22 +138,3 @@ def test_one_device_equals_plain_flax_and_optax():
             x, y = rng.normal(size=(n, 5)), rng.integers(0, 3, n)
             np.testing.assert_allclose(loss, step(model, optimizer, x, y), rtol=1e-12)
         assert_close(params["adam"], nnx.to_pure_dict(nnx.state(model, nnx.Param)), 1e-12)
-
-
-@pytest.mark.exhaustive
-def test_pmap_trains_as_shard_map_does(strategy: dj.Strategy):
-    usual = train(strategy, ("adam",), np.float32)
-    other = train(strategy, ("adam",), np.float32, dj.RunOptions(lowering="pmap"))
-    np.testing.assert_allclose(usual[0]["adam"], other[0]["adam"], rtol=1e-6)
-    assert_close(usual[1], other[1], 1e-6)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("replicas", "lowering"), [(n, lowering) for n in (1, 4) for lowering in ("shard_map", "pmap")]
-)
-def test_central_storage_trains_as_one_device(replicas: int, lowering: Any):
-    strategy = dj.CentralStorageStrategy(list(range(replicas)), parameter_device=7)
-    names = ("adam", "clipped")
-    many = train(strategy, names, np.float32, dj.RunOptions(lowering=lowering))
-    assert_close_in_float32(many, names)

@@ -55,11 +55,6 @@ def test_mixed_dtypes_in_one_call_keep_their_dtypes(s2: dj.MirroredStrategy):
     }  # fmt: skip
 
 
-def test_the_mean_of_integers_is_floating(s2: dj.MirroredStrategy):
-    result = s2.run(lambda: context().all_reduce("mean", context().replica_id_in_sync_group + 1))
-    assert float(result) == 1.5
-
-
 @pytest.mark.parametrize("leaf", [True, "text", jnp.array(True), np.bool_(True)])
 def test_leaves_that_cannot_be_added_are_named(s2: dj.MirroredStrategy, leaf: object):
     with pytest.raises(ValueError, match=r"cannot be combined.*\n.*\['flag'\]"):
@@ -108,27 +103,6 @@ def test_wrong_arguments_are_named(s2: dj.MirroredStrategy):
             s2.run(lambda axis=axis: context().all_gather(jnp.ones(2), axis))
     with pytest.raises(ValueError, match="merge_call: merge_fn must be a function; got 3"):
         s2.run(lambda: context().merge_call(3))
-
-
-def test_merge_call_sums_what_all_replicas_gave(s2: dj.MirroredStrategy):
-    seen = {}
-
-    def merged(strategy: dj.Strategy, value: dj.DistributedValues, text: str, scale: float):
-        seen["where"] = (dj.in_cross_replica_context(), dj.get_replica_context(), strategy is s2)
-        assert text == "static"
-        assert isinstance(value, dj.DistributedValues)
-        parts = strategy.experimental_local_results(value)
-        return scale * sum(parts), strategy.reduce("mean", value), value
-
-    def step():
-        return context().merge_call(merged, args=(rid() + 3, "static"), kwargs={"scale": 1.0})
-
-    total, mean, own = s2.run(step)
-    assert float(total) == 7.0
-    assert isinstance(total, jax.Array)
-    assert float(mean) == 3.5
-    assert [float(v) for v in s2.experimental_local_results(own)] == [3.0, 4.0]
-    assert seen["where"] == (True, None, True)
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, nnx.jit, lambda f: lambda: f()])

@@ -268,34 +268,53 @@ def clipped() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(0.1), momentum())
 
 
+def assert_close(got: Any, wanted: Any, atol: float = 1e-6) -> None:
+    for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=atol)
+
+
+def mirrored_and_divided(
+    devices: int, shard_over: int | None
+) -> tuple[tuple[dj.Strategy, dj.Strategy], Callable[[Any, Any], None]]:
+    """Returns two strategies, and how their values are compared: sums of groups have another order."""
+    numbers = list(range(devices))
+    divided = dj.FullyShardedStrategy(numbers, shard_over=shard_over)
+    compare = assert_close if shard_over else assert_same_bits
+    return (dj.MirroredStrategy(numbers), divided), compare
+
+
 @pytest.mark.parametrize("tx", [long(clipped), long(lambda: optax.MultiSteps(momentum(), 2))])
-def test_optimizers_that_see_all_gradients(tx: Callable[[], Any]) -> None:
+@pytest.mark.parametrize(("devices", "shard_over"), [(2, None), (4, 2)])
+def test_optimizers_that_see_all_gradients(tx: Any, devices: int, shard_over: int | None) -> None:
     """Clipping by global norm, and gradients accumulated over steps, are those of mirrored state."""
-    strategies = dj.MirroredStrategy([0, 1]), dj.FullyShardedStrategy([0, 1])
+    strategies, _ = mirrored_and_divided(devices, shard_over)
     runs = [trained(strategy, *made(strategy, MODELS["loop"], tx)) for strategy in strategies]
-    for a, b in zip(*map(jax.tree.leaves, runs), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert_close(*runs, atol=1e-5)
 
 
 @pytest.mark.exhaustive
-def test_partial_batches_and_several_steps() -> None:
+@pytest.mark.parametrize("shard_over", [None, 2])
+def test_partial_batches_and_several_steps(shard_over: int | None) -> None:
     """A partial batch, and several steps in one program, leave the bits of mirrored state."""
     runs = []
-    for strategy in (dj.MirroredStrategy([0, 1, 2, 3]), dj.FullyShardedStrategy([0, 1, 2, 3])):
+    strategies, compare = mirrored_and_divided(4, shard_over)
+    for strategy in strategies:
         model, optimizer = made(strategy, MODELS["scan"])
         step = lambda t, y, m=model, o=optimizer: update(m, o, t, y)  # noqa: E731
         iterator = iter(strategy.distribute_dataset(batches((16, 16, 13, 16))))
         first = strategy.run_steps(step, iterator, 2)
         rest = [strategy.run(step, args=batch) for batch in iterator]
         runs.append((np.asarray(first), list(map(float, rest)), values((model, optimizer))))
-    assert_same_bits(*runs)
+    compare(*runs)
 
 
 @pytest.mark.exhaustive
-def test_a_condition_an_average_and_frozen_parameters() -> None:
+@pytest.mark.parametrize(("devices", "shard_over"), [(2, None), (4, 2)])
+def test_a_condition_an_average_and_frozen_parameters(devices: int, shard_over: int | None) -> None:
     """An update under lax.cond, an average of the parameters, and parameters that no update touches."""
     runs = []
-    for strategy in (dj.MirroredStrategy([0, 1]), dj.FullyShardedStrategy([0, 1])):
+    strategies, compare = mirrored_and_divided(devices, shard_over)
+    for strategy in strategies:
         with strategy.scope():
             model = Language("loop")
             trainable = nnx.All(nnx.Param, nnx.PathContains("blocks"))
@@ -319,17 +338,29 @@ def test_a_condition_an_average_and_frozen_parameters() -> None:
 
         losses = [float(strategy.run(step, args=b)) for b in strategy.distribute_dataset(batches())]
         runs.append((losses, values((model, optimizer, average))))
-    assert_same_bits(*runs)
+    compare(*runs)
+
+
+LAYOUTS: dict[str, Callable[[], dj.Strategy]] = {
+    "mirrored": lambda: dj.MirroredStrategy([0, 1, 2, 3]),
+    "sharded update": lambda: dj.MirroredStrategy([0, 1, 2, 3], shard_optimizer_state=True),
+    "one device": lambda: dj.OneDeviceStrategy(0),
+    "divided": lambda: dj.FullyShardedStrategy([0, 1, 2, 3]),
+    "fewer": lambda: dj.FullyShardedStrategy([0, 1]),
+    "more": lambda: dj.FullyShardedStrategy(list(range(8))),
+    "groups": lambda: dj.FullyShardedStrategy(list(range(8)), shard_over=4),
+}
 
 
 @pytest.mark.exhaustive
-def test_verify_compares_with_one_device_and_finds_a_mean() -> None:
-    """verify="first" passes for a correct step, and refuses sums of means, as with mirrored state."""
-    strategy = dj.FullyShardedStrategy([0, 1])
+@pytest.mark.parametrize("name", ["fewer", "sharded update"])
+def test_verify_compares_with_one_device_and_finds_a_mean(name: str) -> None:
+    """It passes for a correct step; a sum of means is refused, and state is as before it."""
+    strategy = LAYOUTS[name]()
     model, optimizer = made(strategy, MODELS["loop"])
-    options = dj.RunOptions(verify="first")
-    [batch] = strategy.distribute_dataset(batches((16,)))
-    strategy.run(lambda t, y: update(model, optimizer, t, y), args=batch, options=options)
+    options = dj.RunOptions(verify="always")
+    for batch in strategy.distribute_dataset(batches((16, 16))):
+        strategy.run(lambda t, y: update(model, optimizer, t, y), args=batch, options=options)
 
     def wrong(tokens: jax.Array, targets: jax.Array) -> None:
         def loss_fn(model: Any) -> jax.Array:
@@ -339,33 +370,40 @@ def test_verify_compares_with_one_device_and_finds_a_mean() -> None:
         grads = nnx.grad(loss_fn)(model)
         optimizer.update(model, dj.get_replica_context().all_reduce("sum", grads))
 
+    before = values(optimizer)
     with pytest.raises(dj.NotEqualError, match="is not the step on one device"):
         strategy.run(wrong, args=batch, options=options)
-
-
-LAYOUTS: dict[str, Callable[[], dj.Strategy]] = {
-    "mirrored": lambda: dj.MirroredStrategy([0, 1, 2, 3]),
-    "sharded update": lambda: dj.MirroredStrategy([0, 1], shard_optimizer_state=True),
-    "one device": lambda: dj.OneDeviceStrategy(0),
-    "fewer": lambda: dj.FullyShardedStrategy([0, 1]),
-    "more": lambda: dj.FullyShardedStrategy(list(range(8))),
-}
+    assert_same_bits(before, values(optimizer))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["fewer", *map(long, LAYOUTS)])
-def test_checkpoints_are_restored_under_any_other_layout(name: str, tmp_path: Path) -> None:
-    """What is saved on 4 devices is restored on 1, 2, 4 and 8, mirrored or divided, bit by bit."""
-    strategy = dj.FullyShardedStrategy([0, 1, 2, 3])
-    model, optimizer = made(strategy, MODELS["scan"])
-    _, expected = trained(strategy, model, optimizer, (16,))
-    manager = dj.CheckpointManager(tmp_path)
-    manager.save(1, {"model": model, "optimizer": optimizer})
-    other = LAYOUTS[name]()
-    model, optimizer = made(other, MODELS["scan"])
-    manager.restore(1, {"model": model, "optimizer": optimizer})
-    assert_same_bits(values((model, optimizer)), expected)
-    trained(other, model, optimizer, (16,))
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        *(("divided", name) for name in LAYOUTS if name != "divided"),
+        *((name, "mirrored") for name in ("sharded update", "groups")),
+        *(("mirrored", name) for name in ("sharded update", "groups")),
+        ("groups", "divided"),
+    ],
+)
+def test_checkpoints_are_restored_under_any_other_layout(
+    before: str, after: str, tmp_path: Path
+) -> None:
+    """What is saved is restored on 1, 2, 4 and 8, mirrored or divided, bit by bit, and goes on the same."""
+    manager, runs = dj.CheckpointManager(tmp_path), []
+    for name in (before, after):
+        strategy = LAYOUTS[name]()
+        model, optimizer = made(strategy, MODELS["scan"])
+        if name == before:
+            _, expected = trained(strategy, model, optimizer, (16,))
+            manager.save(1, {"model": model, "optimizer": optimizer})
+            whole = sum(leaf.nbytes for leaf in jax.tree.leaves(expected))
+        manager.restore(1, {"model": model, "optimizer": optimizer})
+        assert_same_bits(values((model, optimizer)), expected)
+        runs.append(trained(strategy, model, optimizer, (16,))[0])
+    np.testing.assert_allclose(*runs, rtol=1e-5)
+    files = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
+    assert sum(files) < 1.5 * whole
 
 
 def test_a_model_that_cannot_be_divided_is_refused() -> None:

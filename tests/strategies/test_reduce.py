@@ -24,14 +24,6 @@ def replica_id():
     return dj.get_replica_context().replica_id_in_sync_group.astype(float)
 
 
-def test_sum_and_mean_over_four_replicas(s4: dj.MirroredStrategy):
-    ids = s4.run(replica_id)
-    assert float(s4.reduce("sum", ids, axis=None)) == 6.0
-    assert float(s4.reduce(dj.ReduceOp.MEAN, ids, axis=None)) == 1.5
-    assert float(s4.reduce("mean", ids)) == 1.5
-    assert float(s4.reduce("Mean", ids)) == 1.5
-
-
 @pytest.mark.parametrize("op", ["MAX", "", None, 3])
 def test_another_operation_is_refused(s4: dj.MirroredStrategy, op: object):
     with pytest.raises(ValueError, match="reduce_op must be one of 'sum', 'mean'"):
@@ -83,11 +75,6 @@ def test_padding_is_excluded_everywhere(s4: dj.MirroredStrategy, n: int, counts:
     result = s4.run(lambda x: x * 2, args=(batch,))
     np.testing.assert_array_equal(s4.gather(result, axis=0), 2 * rows)
     assert float(s4.reduce("sum", result, axis=(0, 1))) == 2 * rows.sum()
-
-
-def test_uneven_shares_cannot_be_reduced_element_by_element(s2: dj.MirroredStrategy):
-    with pytest.raises(ValueError, match="Reduce the dim that differs"):
-        s2.reduce("sum", per_replica(s2, [np.ones(3), np.ones(1)]), axis=None)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ numbers agree to rounding, or bitwise if the sums are exact.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,11 +17,10 @@ import pytest
 from flax import nnx
 from jax.experimental import io_callback
 from jax.sharding import PartitionSpec
-from test_divided_arguments import ROWS, state, trained as train_state, update as update_state
 from test_fully_sharded import (
     MODELS,
+    assert_close,
     assert_same_bits,
-    batches,
     collectives,
     made,
     program,
@@ -36,11 +34,6 @@ import distribute_jax as dj
 def grouped(devices: int, shard_over: int | None, each: int = 1) -> dj.Strategy:
     numbers = list(range(devices))
     return dj.FullyShardedStrategy(numbers, shard_over=shard_over, replicas_per_device=each)
-
-
-def assert_close(got: Any, wanted: Any) -> None:
-    for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 def every(*cases: Any) -> list[Any]:
@@ -154,75 +147,6 @@ def test_create_placement_and_plan() -> None:
 def test_other_values_of_shard_over_are_refused(value: Any) -> None:
     with pytest.raises(dj.ArgumentError, match=r"^[^\n]*shard_over[^\n]*$"):
         grouped(8, value)
-
-
-@pytest.mark.exhaustive
-def test_partial_batches_run_steps_and_a_global_norm_under_cond() -> None:
-    runs = []
-    clipped = lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, 0.9))  # noqa: E731
-    for strategy in (dj.MirroredStrategy([0, 1, 2, 3]), grouped(4, 2)):
-        model, optimizer = made(strategy, MODELS["scan"], clipped)
-
-        def step(tokens: Any, targets: Any, m: Any = model, o: Any = optimizer) -> Any:
-            def loss_fn(m: Any) -> jax.Array:
-                losses = optax.softmax_cross_entropy_with_integer_labels(m(tokens), targets)
-                return dj.compute_average_loss(losses.mean(1))
-
-            loss, grads = nnx.value_and_grad(loss_fn)(m)
-
-            def summed(m: Any, o: Any) -> None:
-                o.update(m, dj.get_replica_context().all_reduce("sum", grads))
-
-            loss = dj.get_replica_context().all_reduce("sum", loss)
-            nnx.cond(loss > 0, summed, lambda m, o: None, m, o)
-            return loss
-
-        iterator = iter(strategy.distribute_dataset(batches((16, 16, 13, 16))))
-        first = strategy.run_steps(step, iterator, 2)
-        rest = [float(strategy.run(step, args=batch)) for batch in iterator]
-        runs.append((np.asarray(first), rest, values((model, optimizer))))
-    assert_close(*runs)
-
-
-@pytest.mark.exhaustive
-def test_a_train_state_is_sharded_in_groups() -> None:
-    strategy, mirrored = grouped(8, 4), dj.MirroredStrategy(list(range(8)))
-    (ours, losses), (_, theirs) = train_state(strategy), train_state(mirrored)
-    np.testing.assert_allclose(losses, theirs, rtol=1e-5)
-    for tree in (ours.params, ours.opt_state[0].trace):
-        assert tree["Dense_0"]["kernel"].sharding.spec == PartitionSpec("shard")
-    for divided, number in ((strategy, 8), (strategy, 64), (grouped(8, 8), 64)):
-        plan = divided.plan(
-            update_state, (divided.create(state), jnp.asarray(ROWS)), replicas=number
-        )
-        shares = plan.argument_bytes - ROWS.nbytes
-        shard_over = 4 if divided is strategy else 8
-        whole = 2 * 4 * 2 * 64 * 256
-        assert whole / shard_over < shares < 1.2 * whole / shard_over
-
-
-LAYOUTS = {
-    "mirrored": lambda: dj.MirroredStrategy([0, 1, 2, 3]),
-    "divided": lambda: dj.FullyShardedStrategy([0, 1, 2, 3]),
-    "groups": lambda: grouped(8, 4),
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("before", "after"), every(("groups", "divided"), ("mirrored", "groups")))
-def test_checkpoints_restore_into_other_layouts(before: str, after: str, tmp_path: Path) -> None:
-    strategy = LAYOUTS[before]()
-    model, optimizer = made(strategy, MODELS["scan"])
-    _, expected = trained(strategy, model, optimizer, (16,))
-    dj.checkpoint.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
-    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state((model, optimizer))))
-    files = [path.stat().st_size for path in (tmp_path / "saved").rglob("*") if path.is_file()]
-    assert sum(files) < 1.5 * whole
-    other = LAYOUTS[after]()
-    model, optimizer = made(other, MODELS["scan"])
-    dj.checkpoint.load(tmp_path / "saved", {"model": model, "optimizer": optimizer})
-    assert_same_bits(values((model, optimizer)), expected)
-    trained(other, model, optimizer, (16,))
 
 
 def test_inside_the_scope() -> None:

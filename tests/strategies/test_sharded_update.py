@@ -9,7 +9,6 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -439,50 +438,6 @@ def test_state_can_be_checked_snapshotted_and_restored(z4: dj.MirroredStrategy) 
     assert_close(after, values(optimizer))
     assert set(bytes_of_state(optimizer).values()) == {2 * DIVIDED + 8 * WHOLE + 8}
     assert z4._runner.programs() == 1
-
-
-@pytest.mark.exhaustive
-def test_checkpoints_go_to_mirrored_state_and_back(z4: dj.MirroredStrategy, tmp_path: Path) -> None:
-    first, *later = batches([16, 16, 16])
-    share = 2 * DIVIDED + 8 * WHOLE + 8
-    for saver in (z4, dj.MirroredStrategy([0, 1, 2, 3])):
-        loader = dj.MirroredStrategy([0, 1, 2, 3], shard_optimizer_state=saver is not z4)
-        saved, loaded = made(saver, optax.adam(0.01)), made(loader, optax.adam(0.01))
-        (batch,) = saver.distribute_dataset([first])
-        saver.run(functools.partial(update, *saved), args=batch)
-        manager = dj.CheckpointManager(tmp_path / str(saver is z4))
-        manager.save(1, dict(zip("mo", saved, strict=True)))
-        manager.restore(1, dict(zip("mo", loaded, strict=True)))
-        assert_close([values(x) for x in saved], [values(x) for x in loaded], 0)
-        losses = [
-            [
-                float(strategy.run(functools.partial(update, *pair), args=batch))
-                for batch in strategy.distribute_dataset(later)
-            ]
-            for strategy, pair in ((saver, saved), (loader, loaded))
-        ]
-        np.testing.assert_allclose(*losses, rtol=1e-5)
-        held = [set(bytes_of_state(pair[1]).values()) for pair in (saved, loaded)]
-        assert held[saver is not z4] == {share}
-        assert held[saver is z4] == {8 * (DIVIDED + WHOLE) + 8}
-
-
-@pytest.mark.exhaustive
-def test_the_step_is_verified_against_one_device(z4: dj.MirroredStrategy) -> None:
-    model, optimizer = made(z4, optax.sgd(0.1, momentum=0.9))
-    (batch,) = z4.distribute_dataset(batches([16]))
-    options = dj.RunOptions(verify="always")
-    for _ in range(2):
-        z4.run(functools.partial(update, model, optimizer), args=batch, options=options)
-
-    def wrong(x: jax.Array, y: jax.Array) -> None:
-        grads = nnx.grad(lambda m: jnp.mean(m(x) ** 2))(model)
-        optimizer.update(model, dj.get_replica_context().all_reduce("sum", grads))
-
-    before = values(optimizer)
-    with pytest.raises(dj.NotEqualError, match="4"):
-        z4.run(wrong, args=batch, options=options)
-    assert_close(before, values(optimizer), 0)
 
 
 def test_pmap_refuses_sharded_state(z4: dj.MirroredStrategy) -> None:

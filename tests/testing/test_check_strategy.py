@@ -31,7 +31,10 @@ FACTORIES: dict[str, Callable[[Any], dj.Strategy]] = {
 
 @pytest.mark.parametrize(("factory", "n"), [(dj.OneDeviceStrategy, 1), (dj.MirroredStrategy, 4)])
 def test_a_strategy_passes_and_the_report_says_which_checks_ran(factory: Any, n: int):
-    only = ["context_of_run", "results", "training"]
+    only = [
+        *("context_of_scope", "context_of_run", "mixed_strategies_refused", "replica_order"),
+        *("results", "reduce", "merge_call", "training"),
+    ]
     report = dj.testing.check_strategy(factory, [n] if n > 1 else None, only=only)
     assert (report.checks, report.replicas) == (tuple(only), (n,))
     assert (report.lowerings, report.refused) == (("shard_map",), ())
