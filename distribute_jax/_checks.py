@@ -21,7 +21,13 @@ from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
 
 from distribute_jax import _frames
 from distribute_jax._absent import KEYWORDS, describe_foreign, is_ours
-from distribute_jax._errors import ArgumentError, ArgumentTypeError, DistributeError, hide_frames
+from distribute_jax._errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DistributeError,
+    MissingPackageError,
+    hide_frames,
+)
 
 _E = TypeVar("_E", bound=enum.Enum)
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -64,12 +70,14 @@ def brief(value: Any) -> str:
     if described := describe_foreign(value):
         return described
     try:
-        if isinstance(getattr(value, "ndim", None), int) and value.ndim:
+        is_traced = "Tracer" in type(value).__name__
+        if isinstance(getattr(value, "ndim", None), int) and (value.ndim or is_traced):
             return f"{value.dtype}[{','.join(map(str, value.shape))}]"
         text = f"{value!r:.60}" if isinstance(value, str) else repr(value)
     except Exception:  # of the user's class, or of an int that has too many digits
         text = ""
-    return text if 0 < len(text) <= 80 and "\n" not in text else f"a {type(value).__name__}"
+    is_short = 0 < len(text) <= 80 and "\n" not in text and "Tracer(" not in text
+    return text if is_short else f"a {type(value).__name__}"
 
 
 @contextmanager
@@ -83,6 +91,17 @@ def converting(
         raise
     except (TypeError, ValueError, OverflowError, IndexError, AttributeError) as error:
         refuse(name, wanted, value, error)
+
+
+@contextmanager
+def importing(who_needs_what: str, extra: str, instead: str = "") -> Iterator[None]:
+    """Turns the ImportError of a block that imports an optional package into one that says what to type."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{who_needs_what}, which is not installed: pip install 'distribute-jax[{extra}]'{instead}."
+        ) from error
 
 
 def is_integer(value: Any) -> bool:

@@ -7,21 +7,27 @@ messages about arguments are one line. ``docs/errors.md`` has the cause and the 
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import inspect
 import json
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 MORE = "More on this error: distribute-jax explain"
 
 
 class DistributeError(Exception):
     """The base class of the errors of this library; long messages end with the command that explains them."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        _shorten_uncaught()
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -208,22 +214,43 @@ def _users_frame() -> tuple[int, FrameType | None]:
 
 VARIABLE = "DISTRIBUTE_JAX_FULL_TRACEBACK"
 
-_CALLS_BACK = (contextlib.__file__, f"flax{os.sep}nnx{os.sep}graphlib.py", f"nnx{os.sep}transforms")
+_INTERNAL = ("distribute_jax", "jax", "numpy")
+_CALLS_BACK = (
+    "contextlib",
+    "importlib",
+    *(f"flax.nnx.{m}" for m in ("graph", "module", "pytree", "transforms")),
+)
 _JAX_NOTE = "JAX has removed its internal frames"
 
 
 def hide_frames(error: BaseException) -> None:
-    """Removes the frames of this library from the tracebacks of an error and of its causes.
+    """Removes frames of this library, JAX and NumPy from the tracebacks of an error and of its causes.
 
+    For errors of this library, which name places in a model, those of Flax and optax too.
     ``DISTRIBUTE_JAX_FULL_TRACEBACK=1`` shows all.
     """
     if os.environ.get(VARIABLE, "0") not in ("", "0"):
         return
     for each in _chain(error):
-        each.__traceback__ = _without_library(each.__traceback__)
+        is_ours = isinstance(each, DistributeError)
+        hidden = (*_INTERNAL, "flax", "optax") if is_ours else _INTERNAL
+        each.__traceback__ = _without(hidden, each.__traceback__)
         notes: list[str] = getattr(each, "__notes__", [])
-        if isinstance(each, DistributeError):
+        if is_ours:
             notes[:] = [note for note in notes if _JAX_NOTE not in note]
+
+
+@functools.cache
+def _shorten_uncaught() -> None:
+    """Hides frames of uncaught errors too: a step that is called without ``run`` fails deep inside Flax."""
+    outer = sys.excepthook
+
+    def print_short(kind: Any, error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, DistributeError):
+            hide_frames(error)
+        outer(kind, error, error.__traceback__)
+
+    sys.excepthook = print_short
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -235,12 +262,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _without_library(traceback: TracebackType | None) -> TracebackType | None:
+def _without(packages: tuple[str, ...], traceback: TracebackType | None) -> TracebackType | None:
     frames: list[TracebackType] = []
     hidden = False
     while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        hidden = file.startswith(_PACKAGE) or (hidden and any(part in file for part in _CALLS_BACK))
+        module = str(traceback.tb_frame.f_globals.get("__name__"))
+        calls_back = hidden and module.startswith(_CALLS_BACK)
+        hidden = calls_back or module.partition(".")[0] in packages
         if not hidden:
             frames.append(traceback)
         traceback = traceback.tb_next

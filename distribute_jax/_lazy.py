@@ -87,3 +87,4 @@ def publish(namespace: dict[str, Any], names: Iterable[str], module: str) -> Non
             namespace[name].__module__ = value.__module__
     if namespace["__name__"] == module:
         namespace.setdefault("__getattr__", lazy_exports(namespace, {}))
+        namespace.setdefault("__dir__", lambda: sorted(namespace["__all__"]))

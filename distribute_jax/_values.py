@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from distribute_jax._absent import attribute_error, framework_of
-from distribute_jax._checks import refusing
+from distribute_jax._checks import checked, refusing
 from distribute_jax._errors import (
     DonatedError,
     PerReplicaAttributeError,
@@ -44,6 +44,7 @@ dj.get_replica_context().all_reduce('sum', x). A step is not called directly: \
 strategy.run(step, args=(value,)) calls it with the part of each replica."""
 
 
+@checked
 def _no_arithmetic(self: DistributedValues, *_: object) -> NoReturn:
     raise PerReplicaTypeError(
         f"{self._described()} holds one value for each replica, so it cannot be used like one array "
@@ -51,8 +52,9 @@ def _no_arithmetic(self: DistributedValues, *_: object) -> NoReturn:
     )
 
 
+@checked
 def _no_array(self: DistributedValues, *_: object, **__: object) -> NoReturn:
-    caller = sys._getframe(1).f_globals.get("__name__")
+    caller = sys._getframe(2).f_globals.get("__name__")
     graph = " Leave @tf.function out: strategy.run compiles the step." * bool(framework_of(caller))
     raise PerReplicaError(
         f"{self._described()} holds one value for each replica and cannot be turned into one array.{graph}\n"

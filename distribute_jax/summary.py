@@ -19,11 +19,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from distribute_jax._checks import check_int
+from distribute_jax._checks import check_int, importing
 from distribute_jax._errors import (
     ArgumentError,
     ContextError,
-    MissingPackageError,
     PerReplicaTypeError,
     TracedValueError,
 )
@@ -125,14 +124,9 @@ class SummaryWriter:
 def _open(logdir: str, suffix: str) -> Any:
     # Not tensorboardX's FileWriter, which hands events to another thread, whose queue flush does not empty.
     # Nor its ``summary`` functions: they lack descriptions, tables of texts, and images of 1 or 2 channels.
-    try:
+    with importing("Writing files for TensorBoard needs tensorboardX", "tensorboard"):
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.record_writer import directory_check
-    except ImportError as error:
-        raise MissingPackageError(
-            "Event files for TensorBoard are written with tensorboardX, which is not installed: "
-            "pip install 'distribute-jax[tensorboard]'."
-        ) from error
     directory_check(logdir)
     # The number distinguishes writers that are made in the same second.
     return EventsWriter(f"{logdir}/events", f".{os.getpid()}.{next(_FILE_NUMBERS)}{suffix}")

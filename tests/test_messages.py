@@ -1,7 +1,8 @@
-"""Integers that need more bits than JAX has are refused at every entry point."""
+"""Integers that need more bits than JAX has are refused at every entry point; extras are named."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -60,3 +61,23 @@ def test_x64_mode_accepts_64_bits():
         assert check_int_range(BIG, "it") == BIG
         with pytest.raises(ValueError, match="does not fit int64"):
             check_int_range(2**63, "it")
+
+
+RESOLVERS: Any = dj.cluster_resolver
+MISSING: dict[str, tuple[str, Callable[[], Any]]] = {
+    "google.auth": ("gcp", lambda: RESOLVERS.TPUClusterResolver("t", "z", "p").cluster_spec()),
+    "kubernetes": ("kubernetes", lambda: RESOLVERS.KubernetesClusterResolver().cluster_spec()),
+    "matplotlib.figure": ("plot", lambda: dj.callbacks.History().plot()),
+    "ray": ("ray", lambda: dj.ParameterServerStrategy(engine="ray")),
+    "ray of a server": ("ray", lambda: dj.Server({"chief": ["a:1"], "worker": ["b:1"]}, "worker", 0)),
+    "requests": ("gcp", lambda: RESOLVERS.TPUClusterResolver("t", "z", "p").cluster_spec()),
+    "tensorboardX.event_file_writer": ("tensorboard", lambda: dj.summary.create_file_writer("logs")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("package", MISSING)
+def test_a_package_that_is_not_installed_is_named_with_its_extra(package: str, monkeypatch: Any):
+    monkeypatch.setitem(sys.modules, package.split()[0], None)
+    extra, call = MISSING[package]
+    with pytest.raises(dj.MissingPackageError, match=rf"install 'distribute-jax\[{extra}\]'"):
+        call()

@@ -55,10 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 _COMMANDS = ("launch", "plan", "doctor", "explain", "demo")
 _DESCRIPTION = "Starts training programs in many processes, plans them, and explains what fails."
-# The command explain, which prints from docs/errors.md, of which a wheel has a copy:
+# The command explain, which prints docs/errors.md: a link in the repository, a file in a wheel.
 HELP = "print the cause and the cure of an error of the library; without a name, list them all"
-
-_PLACES = [Path(__file__).parents[n] / at for n, at in ((1, "errors.md"), (2, "docs/errors.md"))]
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -66,7 +64,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    page = next(place for place in _PLACES if place.exists()).read_text("utf-8")
+    page = (Path(__file__).parents[1] / "errors.md").read_text("utf-8")
     # Links with their addresses, and code indented, as a terminal shows them.
     page = re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (docs/\2)", page)
     page = re.sub(r"```\w+\n(.*?)\n```", lambda m: indent(m[1], "    "), page, flags=re.DOTALL)

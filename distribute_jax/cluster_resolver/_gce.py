@@ -8,15 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from distribute_jax._checks import refuse
-from distribute_jax._errors import (
-    ArgumentTypeError,
-    ClusterError,
-    MissingPackageError,
-    ServiceError,
-)
+from distribute_jax._checks import importing, refuse
+from distribute_jax._errors import ArgumentTypeError, ClusterError, ServiceError
 from distribute_jax.cluster_resolver._base import ClusterResolver, ClusterSpec
 
+_NEEDS = "A request to Google Cloud needs requests"
 _SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 
 
@@ -85,10 +81,8 @@ def retry_policy() -> Any:
 
 def metadata_server(timeout: float) -> Service:
     """Returns the metadata server, at the address that GCE_METADATA_HOST may override."""
-    try:
+    with importing(_NEEDS, "gcp"):
         from requests import RequestException, Session
-    except ImportError as error:
-        raise _missing("requests") from error
     host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
     session = Session()
     session.headers["Metadata-Flavor"] = "Google"
@@ -105,15 +99,13 @@ def metadata_server(timeout: float) -> Service:
 
 def google_service(name: str, root: str, credentials: Any, timeout: float) -> Service:
     """Returns a Google API, authorized by 'default' credentials, none, a token or google-auth's."""
-    try:
+    with importing(f"{_NEEDS} and google-auth", "gcp"):
         import google.auth
         from google.auth.credentials import AnonymousCredentials, Credentials
         from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
         from google.auth.transport.requests import AuthorizedSession
         from google.oauth2.credentials import Credentials as Token
         from requests import RequestException
-    except ImportError as error:
-        raise _missing("google-auth and requests") from error
     if isinstance(credentials, str) and credentials == "default":
         try:
             credentials, _ = google.auth.default(scopes=[_SCOPE])
@@ -144,12 +136,6 @@ def _with_retries(session: Any) -> Any:
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(max_retries=retry_policy()))
     return session
-
-
-def _missing(packages: str) -> MissingPackageError:
-    return MissingPackageError(
-        f"Requests to Google Cloud need {packages}: pip install 'distribute-jax[gcp]'."
-    )
 
 
 API_ROOT = "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE"

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from distribute_jax._checks import as_member
-from distribute_jax._errors import ClusterError, MissingPackageError, ServiceError
+from distribute_jax._checks import as_member, importing
+from distribute_jax._errors import ClusterError, ServiceError
 from distribute_jax.cluster_resolver._base import WORKER, ClusterResolver, ClusterSpec
 from distribute_jax.cluster_resolver._gce import retry_policy
 
@@ -184,14 +184,10 @@ class KubernetesClusterResolver(ClusterResolver):
 
     def _ask(self, api: str, method: str, *args: str, **options: str) -> Any:
         """Calls a method of the package ``kubernetes``, with the pod's account or the kubeconfig file."""
-        try:
+        needs = "For requests to the API KubernetesClusterResolver needs the package kubernetes"
+        with importing(needs, "kubernetes", f", or set {NUM_PROCESSES} and {COORDINATOR}"):
             from kubernetes import client, config
             from urllib3.exceptions import HTTPError
-        except ImportError as error:
-            raise MissingPackageError(
-                "KubernetesClusterResolver needs the package kubernetes for requests to the API: "
-                f"pip install 'distribute-jax[kubernetes]', or set {NUM_PROCESSES} and {COORDINATOR}."
-            ) from error
         configuration = client.Configuration()
         try:
             if self._is_off_cluster:

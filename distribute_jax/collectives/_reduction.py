@@ -114,7 +114,7 @@ class ReduceOp(enum.Enum):
 
 
 def reduce_op(value: ReduceOp | str) -> ReduceOp:
-    return as_member("reduce_op", value, ReduceOp)
+    return as_member("reduce_op, the first argument,", value, ReduceOp)
 
 
 _REFUSED = """\

@@ -344,7 +344,7 @@ def compute_average_loss(
         log_once(_SQUARE, losses.shape)
     if global_batch_size is None:
         return _marked(jnp.divide(total, _examples(replica, losses.shape[0])), replica)
-    if not isinstance(global_batch_size, jax.core.Tracer):
+    if not isinstance(global_batch_size, jax.core.Tracer) or global_batch_size.ndim:
         check_number(f"{_NAME}: global_batch_size", global_batch_size)
     rows, replicas = losses.shape[0], replica.num_replicas_in_sync
     if not replica.is_padded and replica.real_examples == rows * replicas:

@@ -28,8 +28,8 @@ from typing import Any
 
 import jax
 
-from distribute_jax._checks import check_int
-from distribute_jax._errors import ArgumentError, ClusterError, MissingPackageError
+from distribute_jax._checks import check_int, importing
+from distribute_jax._errors import ArgumentError, ClusterError
 from distribute_jax._messages import error_text
 from distribute_jax.cluster_resolver import ClusterSpec
 from distribute_jax.cluster_resolver._base import CHIEF, with_port
@@ -202,12 +202,8 @@ class _Child(_Calls):
 
 
 def _imported() -> Any:
-    try:
+    with importing("engine='ray' needs Ray", "ray"):
         import ray
-    except ImportError as error:
-        raise MissingPackageError(
-            "engine='ray' needs Ray, which is not installed: pip install 'distribute-jax[ray]'."
-        ) from error
     return ray
 
 

@@ -261,29 +261,23 @@ _NARROW_WIDTH = 80
 
 
 def _new_bar(console: Any) -> Any:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich import progress as bars
     from rich.table import Column
     from rich.text import Text
 
-    class Texts(ProgressColumn):
+    class Texts(bars.ProgressColumn):
         def render(self, task: Any) -> Text:
             return Text(task.fields["texts"], no_wrap=True, overflow="ellipsis")
 
     is_wide = console.width >= _NARROW_WIDTH
-    columns: list[ProgressColumn] = [
-        TextColumn("{task.description}", markup=False),
-        BarColumn(20 if is_wide else 8, table_column=Column(no_wrap=True)),
-        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+    columns: list[bars.ProgressColumn] = [
+        bars.TextColumn("{task.description}", markup=False),
+        bars.BarColumn(20 if is_wide else 8, table_column=Column(no_wrap=True)),
+        bars.MofNCompleteColumn(table_column=Column(no_wrap=True)),
         Texts(),  # the only column that shrinks
     ]
     if is_wide:
-        columns.insert(3, TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)))
+        column = bars.TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True))
+        columns.insert(3, column)
     # No refresh thread: the loop draws when it has something new.
-    return Progress(*columns, console=console, auto_refresh=False, transient=True)
+    return bars.Progress(*columns, console=console, auto_refresh=False, transient=True)

@@ -317,7 +317,8 @@ def warn_of_early_end(what: str, done: int, requested: int) -> None:
 
 _NOT_ROWS = (
     "predict got outputs that are not one row for each example{names}, so they cannot be joined in order. "
-    "Let the module return arrays whose dim 0 is the batch."
+    "Let the module return arrays whose dim 0 is the batch. An overridden predict_step gets its inputs in a "
+    "tuple: batch[0]."
 )
 
 

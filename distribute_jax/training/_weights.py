@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,14 +18,8 @@ from jax import export
 from jax.sharding import NamedSharding
 
 from distribute_jax import checkpoint
-from distribute_jax._checks import check_choice, check_int, converting, refuse
-from distribute_jax._errors import (
-    ArgumentError,
-    CheckpointError,
-    LoweringError,
-    MissingPackageError,
-    warn_user,
-)
+from distribute_jax._checks import check_choice, check_int, converting, importing, refuse
+from distribute_jax._errors import ArgumentError, CheckpointError, LoweringError, warn_user
 from distribute_jax._mesh import on_host, outside_mesh
 from distribute_jax._messages import PyTree, is_array, is_key, leaf_text, listed, size_text
 from distribute_jax.checkpoint._orbax import assign, find_flax_folder, load_flax
@@ -390,11 +384,8 @@ def export_program(
     batch_size: int | None,
 ) -> bytes:
     """Returns a serialized program that calls a module; a collective if processes hold parts of it."""
-    if find_spec("flatbuffers") is None:
-        raise MissingPackageError(
-            "JAX writes exported programs with flatbuffers, which is not installed: "
-            "pip install 'distribute-jax[export]'."
-        )
+    with importing("JAX's writer of exported programs needs flatbuffers", "export"):
+        import_module("flatbuffers")
     graphdef, state = nnx.split(module)
     arrays = nnx.as_pure(state)
     values = jax.tree.map(lambda array: on_host(as_numbers(array)), arrays)

@@ -23,6 +23,11 @@ def test_the_public_names_of_the_library_are_in_order(check: Check) -> None:
     assert not faults, "\n".join(faults)
 
 
+def test_dir_of_a_public_module_is_what_it_lists() -> None:
+    for module in (dj, dj.callbacks, dj.coordinator, dj.losses, dj.metrics, dj.summary):
+        assert dir(module) == sorted(module.__all__)
+
+
 GOOD = '''
 def f(x: int) -> int:
     """Adds.

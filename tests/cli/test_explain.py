@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import distribute_jax as dj
@@ -18,6 +20,13 @@ def test_every_error_has_its_cause_and_its_cure(capsys):
         shown = ", ".join(f"`{base.__name__}`".replace("`JSON", "`json.JSON") for base in bases)
         assert main(["explain", f"distribute_jax.{name}"]) == 0
         assert capsys.readouterr().out.startswith(f"{name} ({shown}) ")
+
+
+def test_the_page_of_the_package_is_that_of_the_documentation():
+    """A link, which wheels have as a file, and editable installs not at all."""
+    assert (Path(dj.__path__[0]) / "errors.md").samefile(
+        Path(__file__).parents[2] / "docs/errors.md"
+    )
 
 
 def test_examples_are_printed_and_the_nearest_name_is_suggested(capfd):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 import time
 
 import pytest
@@ -75,10 +74,3 @@ def test_an_answer_that_is_not_a_json_object_is_shown(server, answer):
     server.answers["/a"] = answer
     with pytest.raises(RuntimeError, match="which is not a JSON object"):
         _service(server.url).json("/a")
-
-
-@pytest.mark.parametrize("package", ["google.auth", "requests"])
-def test_missing_packages_name_the_extra(monkeypatch, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(dj.MissingPackageError, match=r"distribute-jax\[gcp\]"):
-        _service("http://a")

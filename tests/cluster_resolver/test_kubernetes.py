@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -141,12 +140,6 @@ def test_a_silent_api_times_out_without_a_retry(server, pod, monkeypatch):
     with pytest.raises(dj.ServiceError, match=rf"no answer from {server.url} within 0.3 s"):
         KubernetesClusterResolver().cluster_spec()
     assert len(server.asked) == 1
-
-
-def test_a_missing_package_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kubernetes", None)
-    with pytest.raises(dj.MissingPackageError, match=r"distribute-jax\[kubernetes\]"):
-        KubernetesClusterResolver().cluster_spec()
 
 
 def test_another_executable_location_is_refused():

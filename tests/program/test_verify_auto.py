@@ -508,3 +508,17 @@ def test_a_train_step_that_is_meant_to_differ_turns_the_comparison_off(s2: dj.St
     )
     model.compile("sgd", verify="off")
     assert len(model.fit(X, Y, batch_size=8, verbose=0).history["loss"]) == 1
+
+
+def test_a_mean_that_an_evaluation_reports_is_logged(
+    s2: dj.Strategy, caplog: pytest.LogCaptureFixture
+):
+    class Reporting(dj.Model):
+        def test_step(self, batch: Any) -> Any:
+            return {"size": batch[0].mean()}
+
+    with s2.scope():
+        model = Reporting(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+    model.compile("sgd", "mse")
+    model.evaluate(np.ones((4, 1), np.float32), verbose=0)
+    assert "test_step returned result['size'], a mean" in caplog.text

@@ -8,7 +8,6 @@ import random
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -580,10 +579,3 @@ def test_the_error_says_why_a_server_keeps_ending() -> None:
     coordinator.schedule(step, args=(1.0,))
     with pytest.raises(dj.StepFailedError, match=r"server 0 has ended 3 times: .*[Mm]emory"):
         coordinator.join(SECONDS)
-
-
-def test_ray_is_named_where_it_is_needed_and_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error has the command that installs it."""
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(dj.MissingPackageError, match=r"pip install 'distribute-jax\[ray\]'"):
-        dj.ParameterServerStrategy(engine="ray")

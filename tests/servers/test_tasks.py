@@ -76,13 +76,6 @@ def test_a_server_is_a_worker_or_a_ps_of_its_cluster(arguments: Any, words: str)
         dj.ParameterServerStrategy(CLUSTER)  # type: ignore[arg-type]
 
 
-def test_without_ray_a_server_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error has the command that installs it."""
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(dj.MissingPackageError, match=r"pip install 'distribute-jax\[ray\]'"):
-        dj.Server(CLUSTER, "worker", 0)
-
-
 def test_a_task_with_another_jax_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it joins; both versions are named. A machine that is gone is not asked."""
     nodes = [

@@ -397,25 +397,16 @@ def drawn(x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("fn", "text"),
     [
-        (
-            solved,
-            r"psum at test_repl\S+ cannot run with replicas_per_device=2.*move psum out of the cust",
-        ),
+        (solved, r"psum at test_repl\S+ cannot run with replicas_per_device=2.*move psum out of the cust"),
         (
             called_back,
             r"psum at test_repl\S+ cannot .*of the scan around it what jax.vmap cannot batch: .*vmap_method",
         ),
-        (
-            drawn,
-            r"psum at test_repl\S+ cannot .*draw the random numbers of the scan around it .*threefry",
-        ),
-        (
-            read_after,
-            r"new_ref at test_repl\S+ cannot run with .*make the ref after the collective",
-        ),
+        (drawn, r"psum at test_repl\S+ cannot .*draw the random numbers of the scan around it .*threefry"),
+        (read_after, r"new_ref at test_repl\S+ cannot run with .*make the ref after the collective"),
         (exchanged, r"ppermute at test_repl\S+ cannot run with .*use one of these in its place"),
     ],
-)
+)  # fmt: skip
 def test_operations_that_cannot_run_one_after_the_other_are_refused(fn: Any, text: str):
     """The message names the operation and its line, the rule, and what to do."""
     with pytest.raises(dj.LoweringError, match=f"(?s){text}"):

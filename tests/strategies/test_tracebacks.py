@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from flax import nnx
 
 import distribute_jax as dj
 
+ANY: Any = dj
 LIBRARY = dj.__path__[0]
 
 
@@ -69,12 +71,26 @@ def failing(strategy: dj.Strategy) -> dict[str, Callable[[], Any]]:
         "fit": lambda: model.fit(x, x[:, :1], batch_size=4, verbose=0),
         "evaluate": lambda: model.evaluate(x, x[:, :1], batch_size=4, verbose=0),
         "compile": lambda: model.compile(optimizer="no such optimizer"),
+        "metric": lambda: model.compile("sgd", "mse", metrics=["no such metric"]),
+        "not compiled": lambda: dj.Model(nnx.Linear(2, 1, rngs=nnx.Rngs(0))).fit(x, x),
+        "keyword": lambda: ANY.MirroredStrategy(device=[]),
+        "a number": lambda: float(batch),
+        "arithmetic": lambda: batch + 1,
     }
 
 
 CALLS = (
-    *("run", "run, refused", "run_steps", "reduce", "gather", "distribute_dataset", "iteration"),
-    *("fit", "evaluate", "compile"),
+    *(
+        "run",
+        "run, refused",
+        "run_steps",
+        "reduce",
+        "gather",
+        "distribute_dataset",
+        "iteration",
+        "fit",
+    ),
+    *("evaluate", "compile", "metric", "not compiled", "keyword", "a number", "arithmetic"),
 )
 
 
@@ -88,7 +104,22 @@ def test_a_traceback_has_no_frame_of_the_library(
     assert frames(raised.value, of_library=True) == []
     shown = frames(raised.value, of_library=False)
     assert shown[0] == raised.traceback[0].name
-    assert "grad_wrapper" not in shown  # of Flax, between two of the library
+    # Of Flax, between two of the library, and of a dataclass.
+    assert not {"grad_wrapper", "_graph_node_meta_call", "__init__"} & set(shown)
+
+
+def test_a_step_without_run_prints_the_users_lines_only(
+    s2: dj.Strategy, capsys: pytest.CaptureFixture[str]
+):
+    """Python prints the error, which the library raised below Flax and JAX."""
+    with s2.scope():
+        module = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    (batch,) = s2.distribute_dataset([np.ones((8, 2), np.float32)])
+    with pytest.raises(dj.PerReplicaError) as raised:
+        nnx.grad(lambda module: module(batch).mean())(module)
+    sys.excepthook(raised.type, raised.value, raised.value.__traceback__)
+    assert frames(raised.value, of_library=False) == [raised.traceback[0].name, "<lambda>"]
+    assert len(capsys.readouterr().err.splitlines()) < 15
 
 
 @pytest.mark.parametrize("call", ["run", "fit"])

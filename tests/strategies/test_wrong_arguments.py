@@ -18,58 +18,36 @@ CALLS: dict[str, tuple[Call, str]] = {
     "options": (lambda s, v: s.run(f, options="x"), "run: options must be None or dj.RunOptions"),
     "update args": (lambda s, v: s.extended.update(v, f, args=3), r"update\(var, fn, args=int 3\)"),
     "update fn": (lambda s, v: s.extended.update(v, 5), "update: fn must be a function; got 5"),
-    "merge args": (
-        lambda s, v: merge(s, args=3),
-        r"merge_call\(merge_fn, args=int 3\): args must be",
-    ),
-    "merge kwargs": (
-        lambda s, v: merge(s, kwargs=3),
-        "merge_call: kwargs must be None or a dict; got 3",
-    ),
+    "merge args": (lambda s, v: merge(s, args=3), r"merge_call\(merge_fn, args=int 3\): args must be"),
     "gather": (lambda s, v: s.gather(v, axis=None), "gather: axis must be an integer; got None"),
-    "set_strategy": (
-        lambda s, v: dj.experimental_set_strategy("x"),
-        "strategy must be None or dj.Strategy; got 'x'",
-    ),
     "devices": (lambda s, v: dj.MirroredStrategy(5.5), r"must be a list, such as.*got 5.5"),
-    "value_fn": (lambda s, v: values(s, 3), "value_fn must be a function; got 3"),
-    "value": (
-        lambda s, v: values(s, lambda c: "a"),
-        "returned str 'a', which is neither array nor number",
-    ),
-    "model": (
-        lambda s, v: dj.Optimizer(3, optax.sgd(0.1)),
-        "model must be an nnx.Module, .*; got int 3",
-    ),
+    "value": (lambda s, v: values(s, lambda _: "a"), "returned str 'a', which is neither array nor number"),
+    "model": (lambda s, v: dj.Optimizer(3, optax.sgd(0.1)), "model must be an nnx.Module, .*; got int 3"),
     "tx": (lambda s, v: dj.Optimizer(nnx.Param(v[...]), 3), "tx must be an optax transformation"),
-    "weights": (
-        lambda s, v: average(jnp.ones(3)),
-        r"weight of shape \(3,\) for losses of shape \(2,\)",
-    ),
-    "batch size": (
-        lambda s, v: average(None, 0),
-        "global_batch_size must be a number above 0; got 0",
+    "weights": (lambda s, v: average(jnp.ones(3)), r"weight of shape \(3,\) for losses of shape \(2,\)"),
+    "batch size": (lambda s, v: average(None, 0), "global_batch_size must be a number above 0; got 0"),
+    "batch sizes": (
+        lambda s, v: s.run(lambda x: average(None, x), (v[...],)), r"must be a number above 0; got float32\[3"
     ),
     "no value": (lambda s, v: dj.Variable(None), "must be a number or an array; got None"),
     "created": (
-        lambda s, v: s.extended.variable_created_in_scope(3),
-        r"takes an nnx.Variable or dj.Variable; got int",
+        lambda s, v: s.extended.variable_created_in_scope(3), "takes an nnx.Variable or dj.Variable; got int"
     ),
     "float rows": (lambda s, v: v.scatter_add([0.5], [1.0]), "indices must be integers.*float64"),
     "no row": (lambda s, v: v.scatter_add([7], [1.0]), r"from 7 to 7, and the variable has 3 rows"),
     "updates": (
-        lambda s, v: v.scatter_add([0], [1.0, 2.0]),
-        r"updates must be an array that broadcasts to \(1,\); got float32\[2\]",
+        lambda s, v: v.scatter_add([0], [1.0, 2.0]), r"an array that broadcasts to \(1,\); got float32\[2\]"
     ),
     "pairs": (
-        lambda s, v: s.extended.batch_reduce_to("sum", [v]),
-        "takes pairs of a value and its destinations",
+        lambda s, v: s.extended.batch_reduce_to("sum", [v]), "takes pairs of a value and its destinations"
     ),
-    "reduce_to": (
-        lambda s, v: s.extended.reduce_to("sum", v, v, options="bogus"),
-        "StrategyExtended.reduce_to: options must be None or .* got 'bogus'",
-    ),
-}
+    "swapped": (lambda s, v: s.run(swapped, (v[...],)), r"the first argument, must .* got float32\[3\]\.$"),
+    "swapped, a dict": (lambda s, v: s.run(swapped, ({"x": v[...]},)), "the first argument.* got a dict.$"),
+}  # fmt: skip
+
+
+def swapped(value: Any) -> Any:
+    return dj.get_replica_context().all_reduce(value, "sum")
 
 
 def f(*_: Any) -> float:

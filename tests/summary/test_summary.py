@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,12 +110,6 @@ def test_writers_nest_and_are_flushed_at_the_end_of_the_block(tmp_path: Path):
     assert scalars(tmp_path / "outer") == {"a": [(1, 1.0)], "c": [(7, 3.0)]}
     summary.create_file_writer(tmp_path / "outer").close()
     assert len(list((tmp_path / "outer").iterdir())) == 2
-
-
-def test_without_tensorboardx_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
-    with pytest.raises(dj.MissingPackageError, match=r"distribute-jax\[tensorboard\]"):
-        summary.create_file_writer("logs")
 
 
 def test_only_the_chief_writes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

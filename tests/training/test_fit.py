@@ -380,10 +380,7 @@ def test_invalid_arguments_are_refused(s4: dj.MirroredStrategy):
         (lambda: model.fit(X, Y, validation_freq=0, validation_data=(X, Y)), "integer >= 1; got 0"),
         (lambda: model.fit(X, [Y]), "single loss"),
         (lambda: make_model(s4, loss=unreduced).fit(X, Y), r'reduction=None(.|\n)*pass "sum"'),
-        (
-            lambda: make_model(s4, loss=lambda y, p: jnp.mean(p[:, 0] - y)).fit(X, Y),
-            "for the whole batch",
-        ),
+        (lambda: make_model(s4, loss=lambda y, p: jnp.mean(p[:, 0] - y)).fit(X, Y), "for the whole batch"),
         (lambda: make_model(s4, **twice), "one Accuracy object twice"),
         (lambda: make_model(s4, TwoHeads, loss=unknown).fit(X, y), "'zz'.*a dict of"),
         (lambda: make_model(s4, loss=unknown).fit(X, y), "'zz'.*one array"),
@@ -391,14 +388,8 @@ def test_invalid_arguments_are_refused(s4: dj.MirroredStrategy):
         (lambda: make_model(s4, TwoHeads, **both).fit(X, y, class_weight={0: 2.0}), "class_weight"),
         (lambda: make_model(s4, metrics=[nnx.metrics.Average()]).fit(X, Y), "values="),
         (lambda: make_model(s4, metrics=[loss]), "'loss', which is the name of the loss"),
-        (
-            lambda: make_model(s4, metrics=[nnx.metrics.Average("z")]).fit(X, Y),
-            "reads z=, and fit passes",
-        ),
-        (
-            lambda: make_model(s4, **unweighted).fit(X, Y, sample_weight=X[:, 0]),
-            "has no sample_weight",
-        ),
+        (lambda: make_model(s4, metrics=[nnx.metrics.Average("z")]).fit(X, Y), "reads z=, and fit passes"),
+        (lambda: make_model(s4, **unweighted).fit(X, Y, sample_weight=X[:, 0]), "has no sample_weight"),
         (lambda: make_model(s4, Mean).predict(X[:16], batch_size=8), "one row for each example"),
         (lambda: model.train_on_batch(list(batches())), "one batch"),
         (lambda: model.compile("adam", "mse", steps_per_execution=0), "steps_per_execution"),
@@ -408,7 +399,7 @@ def test_invalid_arguments_are_refused(s4: dj.MirroredStrategy):
         (lambda: dj.Model(Net(), X[:1]), "sample_input"),
         (lambda: dj.Model([Net()]), r"got a list.*nnx\.Sequential"),
         (lambda: dj.Model(print), "nnx.Module"),
-    ]
+    ]  # fmt: skip
     for call, text in cases:
         with pytest.raises((ValueError, RuntimeError), match=text):
             call()

@@ -267,13 +267,6 @@ def test_a_batch_of_one_row_per_replica_is_not_mistaken_for_pmaps_layout(s2: dj.
     assert "as for pmap" not in "".join(getattr(caught.value, "__notes__", ()))
 
 
-def test_the_traceback_of_a_wrong_keyword_ends_at_the_call():
-    with pytest.raises(dj.ArgumentTypeError) as caught:
-        ANY.MirroredStrategy(device=[])
-    assert caught.traceback[-1].path == Path(__file__)
-    assert caught.value.__suppress_context__
-
-
 def test_a_schedule_of_optax_sets_the_rate(s2: dj.MirroredStrategy):
     schedule = optax.cosine_decay_schedule(0.5, 10)
     history = fit(s2, [dj.callbacks.LearningRateScheduler(schedule)])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from distribute_jax._absent import getattr_with_hints
-from distribute_jax._checks import brief, check_choice, refusing, takes
+from distribute_jax._checks import brief, check_choice, importing, refusing, takes
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, warn_user
 from distribute_jax._messages import not_a_name
 
@@ -316,13 +316,8 @@ class History(Callback):
         Raises:
             ImportError: matplotlib is missing.
         """
-        try:
+        with importing("history.plot needs matplotlib", "plot"):
             from matplotlib.figure import Figure
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "history.plot needs matplotlib: pip install 'distribute-jax[plot]'.",
-                name="matplotlib",
-            ) from error
         scalars = self._scalars()
         panels = [n for n in scalars if not (n.startswith("val_") and n[4:] in scalars)]
         figure = Figure(figsize=(6.4, 2.8 * max(len(panels), 1)), layout="constrained")

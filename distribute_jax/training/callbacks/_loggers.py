@@ -16,8 +16,8 @@ from typing import Any, TextIO
 import numpy as np
 
 from distribute_jax import summary
-from distribute_jax._checks import check_choice, check_int, refuse
-from distribute_jax._errors import ArgumentError, MissingPackageError, warn_user
+from distribute_jax._checks import check_choice, check_int, importing, refuse
+from distribute_jax._errors import ArgumentError, warn_user
 from distribute_jax._mesh import on_host
 from distribute_jax.processes import is_chief
 from distribute_jax.training._progress import format_scalars
@@ -314,13 +314,9 @@ class _RunLogger(_BatchLogger):
         super().on_train_begin(logs)
         if not is_chief():
             return
-        try:
+        needs = f"dj.callbacks.{type(self).__name__} needs {self._package}"
+        with importing(needs, self._package):
             service = import_module(self._package)
-        except ImportError as error:
-            raise MissingPackageError(
-                f"dj.callbacks.{type(self).__name__} needs {self._package}, which is not installed: "
-                f"pip install 'distribute-jax[{self._package}]'."
-            ) from error
         self._run, self._owns_run = self._begin(service)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
