@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_543,
-    lines_of_tests: 49_337,
+    lines: 50_541,
+    lines_of_tests: 49_333,
     files: 205,
     pieces: 0,
     private_words: 0,
