@@ -189,7 +189,7 @@ def checked(function: _F) -> _F:
     lines only.
     """
     inner = inspect.unwrap(function)
-    if function in _checked or not inspect.isfunction(inner):
+    if function in _checked or not inspect.isfunction(inner) or inner.__qualname__ in _UNCHECKED:
         return _checked.get(function, function)
     code, parameters = inner.__code__, []
     for position, name in enumerate(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]):
@@ -272,6 +272,9 @@ _COMMON_TYPE: dict[Any, Any] = {Callable: FunctionType}
 """The exact type of most values, for types that ``type(value)`` never is."""
 
 _SPECIAL_METHODS = ("__init__", "__call__", "__iter__")
+
+_UNCHECKED = ("PerReplica.__init__",)
+"""What the library itself calls, for each batch and each result."""
 
 _CHECK_THEMSELVES = ("Model.predict", "Strategy.run", "Strategy.run_steps")
 """Methods that check the types themselves, with a hint in their message."""

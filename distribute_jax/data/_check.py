@@ -108,11 +108,8 @@ def dtype_on_device(leaf: Any) -> np.dtype[Any]:
 
 
 def _is_plain(leaf: Any) -> bool:
-    """True for a NumPy array of a dtype that devices can hold, whatever its values."""
-    if type(leaf) is not np.ndarray:
-        return False
-    kind, size = leaf.dtype.kind, leaf.dtype.itemsize
-    return kind == "b" or (kind == "f" and size <= 8) or (kind in "iu" and size <= 4)
+    """True for a NumPy array of a dtype that devices can hold, apart from integers that are too large."""
+    return type(leaf) is np.ndarray and leaf.dtype.kind in "biuf" and leaf.itemsize <= 8
 
 
 def _is_distributed(leaf: Any) -> bool:
@@ -168,7 +165,9 @@ class BatchSignature:
         self._first: list[jax.ShapeDtypeStruct] = []
         self._kinds: list[Any] = []
         self._plain: list[Any] = []
-        """Dtype and number of dims of each leaf of the first batch, if devices can hold all as they are."""
+        """Dtype and number of dims of each leaf of the first batch, if devices can hold all such arrays."""
+        self._wide: list[int] = []
+        """The leaves whose values must be checked: integers of 64 bits."""
 
     def check(self, batch: PyTree, where: str, remedy: str, *, compare_empty: bool) -> int:
         """Returns the number of examples of a batch; raises as ``check_batch``, and for another signature.
@@ -196,6 +195,8 @@ class BatchSignature:
         same = structure == self._structure and _ARRAYS.issuperset(map(type, leaves))
         if not same or list(map(_dtype_and_ndim, leaves)) != self._plain:
             return None
+        if any(_is_too_large(leaves[i]) for i in self._wide):
+            return None
         sizes = set(map(len, leaves))
         return sizes.pop() if len(sizes) == 1 else None
 
@@ -208,6 +209,9 @@ class BatchSignature:
             self._first = [_spec(leaf) for leaf in leaves]
             if all(map(_is_plain, leaves)):
                 self._plain = list(map(_dtype_and_ndim, leaves))
+                self._wide = [
+                    i for i, x in enumerate(leaves) if x.dtype.kind in "iu" and x.itemsize == 8
+                ]
         elif structure != self._structure:
             raise ArgumentError(
                 f"{where} has another structure than the first batch:\n  it is  {structure}\n"

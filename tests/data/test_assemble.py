@@ -170,6 +170,15 @@ def test_integers_that_do_not_fit_are_named():
     assert first(np.array([2**31 - 1, -(2**31)])).dtype == jnp.int32
 
 
+def test_an_integer_that_is_too_large_is_refused_in_a_later_batch():
+    """Batches like the first one are compared with it at once, but their integers are still looked at."""
+    ones = np.ones(2, np.int64)
+    batches = iter(distribute([ones, ones, np.array([1, 2**31])], 2))
+    assert next(batches).dtype == next(batches).dtype == jnp.int32
+    with pytest.raises(ArgumentError, match="jax_enable_x64"):
+        next(batches)
+
+
 def test_leaves_of_other_lengths_are_all_listed():
     """Leaves with different dim 0 are listed with their shapes, and the rule."""
     text = message({"x": np.ones((4, 2), np.float32), "y": np.ones(3, np.float32)})
