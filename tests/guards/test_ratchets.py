@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_541,
-    lines_of_tests: 49_333,
+    lines: 50_548,
+    lines_of_tests: 49_342,
     files: 205,
     pieces: 0,
     private_words: 0,
