@@ -110,7 +110,7 @@ def report(nets: Networks) -> str:
     """Returns a text about what the critic takes for real."""
     made = sample(nets, 360).reshape(-1, 64)
     share = float(jnp.mean(nets.critic(made) > 0))
-    return f"the critic takes {share:.0%} of the generator's images for real"
+    return f"the critic takes {share:.0%} of the generator's images for real ones"
 
 
 if __name__ == "__main__":

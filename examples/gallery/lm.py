@@ -2,7 +2,7 @@
 
     python examples/gallery/lm.py --devices 8
 
-The loss is that of a token. Rows hold different numbers of them, and so do the replicas.
+The loss is one per token. Rows, and so replicas, have different numbers of tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prints the plain Flax program that a program of the gallery was before this library was used in it.
+"""Prints the plain Flax program from which a program of the gallery was made.
 
     python examples/gallery/plain.py vae | diff - examples/gallery/vae.py
 

@@ -2,8 +2,8 @@
 
     python examples/gallery/resnet.py --devices 8
 
-Batch norm over all replicas, label smoothing, a penalty of the weights, Nesterov momentum, a rate that
-warms up and falls as a cosine.
+Batch norm over all replicas, label smoothing, a penalty on the weights, Nesterov momentum, a learning
+rate with warm-up and cosine decay.
 """
 
 from __future__ import annotations

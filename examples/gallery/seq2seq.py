@@ -93,7 +93,7 @@ def train(devices: int, steps: int = 600) -> tuple[list[float], Adder]:
 
 
 def report(model: Adder) -> str:
-    """Returns a text about sums that were not in the training."""
+    """Returns a text about sums that training did not contain."""
     written = nnx.jit(lambda model, q: model.solve(q))(model, QUESTIONS[:TEST])
     right = np.all(np.asarray(written)[:, : ANSWERS.shape[1]] == ANSWERS[:TEST], axis=1)
     return f"{right.mean():.1%} of {TEST} new sums are right"

@@ -21,7 +21,7 @@ TRAIN, TEST = digits()
 
 
 def view(images: np.ndarray, seed: int) -> np.ndarray:
-    """Returns the images moved by up to one pixel, of another contrast, and with noise."""
+    """Returns the images shifted by up to one pixel, with another contrast and noise."""
     random = np.random.default_rng(seed)
     moved = [np.roll(image, random.integers(-1, 2, 2), axis=(0, 1)) for image in images]
     contrast = random.uniform(0.6, 1.4, (len(images), 1, 1, 1))
@@ -99,13 +99,13 @@ def train(devices: int, steps: int = 300) -> tuple[list[float], Encoder]:
 
 
 def report(model: Encoder) -> str:
-    """Returns a text about test images that are moved, by linear classifiers of 100 labels."""
+    """Returns a text about shifted test images, by linear classifiers of 100 labels."""
     (x, y), moved = (TRAIN[0][:100], TRAIN[1][:100]), view(TEST[0], seed=0)
     accuracy = []
     for of in (model, lambda images: images.reshape(len(images), -1)):
         classifier = LogisticRegression(max_iter=2000).fit(np.asarray(of(x)), y)
         accuracy.append(classifier.score(np.asarray(of(moved)), TEST[1]))
-    return f"accuracy of moved test images {accuracy[0]:.3f} (with pixels {accuracy[1]:.3f})"
+    return f"accuracy on shifted test images {accuracy[0]:.3f} (from raw pixels {accuracy[1]:.3f})"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Text classification as of SST-2, in Linen: is a sentence about a film praise? With dropout.
+"""Text classification like SST-2, in Linen: does a sentence praise a film? With dropout.
 
     python examples/gallery/sst2.py --devices 8
 
@@ -34,7 +34,7 @@ def clause(random: np.random.Generator, praise: bool) -> list[str]:
 
 
 def sentence(random: np.random.Generator) -> tuple[list[str], bool]:
-    """Returns one or two clauses and the label; after "but" stands what counts."""
+    """Returns one or two clauses and the label; what follows "but" decides."""
     praise = bool(random.random() < 0.5)
     joint = ["", "and", "but"][random.integers(3)]
     first = [*clause(random, praise != (joint == "but")), joint] if joint else []

@@ -2,7 +2,7 @@
 
     python examples/gallery/vae.py --devices 8
 
-The noise of an image follows from its number, so that any number of devices draws the same.
+The noise of an image depends only on its index, so it is the same on any number of devices.
 """
 
 from __future__ import annotations
