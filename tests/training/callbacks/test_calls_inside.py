@@ -12,11 +12,9 @@ import distribute_jax as dj
 
 
 @pytest.fixture(scope="module")
-def model() -> dj.Model:
-    from conftest import Scale
-
+def model(_compiled: Any) -> dj.Model:
     with dj.MirroredStrategy([0, 1]).scope():
-        model = dj.Model(Scale())
+        model = dj.Model(type(_compiled.model.module)())
     model.compile("sgd", "mse", metrics=["mae"], steps_per_execution=2)
     return model
 
