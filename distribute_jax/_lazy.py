@@ -54,7 +54,7 @@ def lazy_exports(
         publish(namespace, loaded, module)
         return namespace[name]
 
-    return load
+    return checked(load)
 
 
 def public_names(namespace: Mapping[str, Any]) -> list[str]:

@@ -263,6 +263,8 @@ class Printer:
         self._lines: deque[bytes] = deque(maxlen=_MAX_KEPT_LINES)
 
     def __call__(self, line: bytes) -> None:
+        if line.startswith(b"[Gloo] Rank "):  # C++ prints in each process that it is connected
+            return
         self._lines.append(line)
         with self._lock, suppress(OSError, ValueError):
             self._stream.write(self._prefix + line.removesuffix(b"\n") + b"\n")

@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_548,
+    lines: 50_547,
     lines_of_tests: 49_342,
     files: 205,
     pieces: 0,

@@ -70,6 +70,7 @@ def test_an_exception_of_one_process_ends_all_and_is_the_last_line(launch):
 def test_a_killed_process_is_named_at_once_and_all_are_restarted(launch):
     """One line says which process, how, where, and what happens now."""
     launched = launch(
+        "print('[Gloo] Rank 0 is connected to 1 peer ranks.')\n"
         "print('attempt', attempt)\n"
         "all_of(2)\n"
         "if attempt == 0 and process == 1:\n"

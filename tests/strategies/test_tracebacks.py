@@ -74,23 +74,16 @@ def failing(strategy: dj.Strategy) -> dict[str, Callable[[], Any]]:
         "metric": lambda: model.compile("sgd", "mse", metrics=["no such metric"]),
         "not compiled": lambda: dj.Model(nnx.Linear(2, 1, rngs=nnx.Rngs(0))).fit(x, x),
         "keyword": lambda: ANY.MirroredStrategy(device=[]),
+        "a name": lambda: ANY.keras,
         "a number": lambda: float(batch),
         "arithmetic": lambda: batch + 1,
     }
 
 
 CALLS = (
-    *(
-        "run",
-        "run, refused",
-        "run_steps",
-        "reduce",
-        "gather",
-        "distribute_dataset",
-        "iteration",
-        "fit",
-    ),
-    *("evaluate", "compile", "metric", "not compiled", "keyword", "a number", "arithmetic"),
+    *("run", "run, refused", "run_steps", "reduce", "gather", "distribute_dataset", "iteration"),
+    *("fit", "evaluate", "compile", "metric", "not compiled", "keyword", "a name", "a number"),
+    "arithmetic",
 )
 
 
