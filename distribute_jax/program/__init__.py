@@ -44,9 +44,9 @@ from distribute_jax.program._placement import (
     Path as Path,
     PlacedLeaf as PlacedLeaf,
     Replicas as Replicas,
+    Rules as Rules,
     modules_of as modules_of,
 )
-from distribute_jax.program._placement_rules import Rules as Rules
 from distribute_jax.program._program import PreparationClock as PreparationClock
 from distribute_jax.program._replica_context import (
     MergedValues as MergedValues,

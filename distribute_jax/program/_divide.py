@@ -9,26 +9,27 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-import jax.extend.core as jex_core
-
 from distribute_jax._errors import LoweringError, log_once
 from distribute_jax.program._jaxprs import (
+    equations_before,
     has_effects,
     inputs_of,
+    is_literal,
     line,
     narrowed_cond,
     open_jaxpr,
     outputs_of,
     variables,
 )
-from distribute_jax.program._replication import Walk
+from distribute_jax.program._replication import Marked, Walk
 from distribute_jax.program._replication_rules import MIRRORED, Control, Mark
 from distribute_jax.program._rows import Needs, Rows, Selected
-from distribute_jax.program._sharded_update import is_bound_to_replicas
+from distribute_jax.program._sharded_update import is_bound_to_replicas, is_plain_cond
 
 SMALL = 16
 """State of at most this many elements, such as a step count, is stored on every server that reads it."""
@@ -86,14 +87,14 @@ class Division(NamedTuple):
 
     homes: tuple[Mapping[int, Rows | None], ...]
     """For each leaf of state, the servers that store it, and which rows; None for all rows."""
-    servers: tuple[ServerPart, ...]
-    eqns: tuple[Any, ...]
+    servers: Sequence[ServerPart]
+    eqns: Sequence[Any]
     """The worker's equations."""
     pulls: tuple[int, ...]
     """The leaves that the worker reads."""
-    addends: tuple[Any, ...]
+    addends: Sequence[Any]
     """The worker's outputs that ``finish`` reads, summed over workers."""
-    finish: tuple[Any, ...]
+    finish: Sequence[Any]
     """The equations that compute mirrored results from sums over workers."""
 
 
@@ -112,29 +113,10 @@ class State(NamedTuple):
     """Optimizer state, which is stored with its weight."""
 
 
-class _Groups:
-    """Disjoint sets of leaves; the head of a group is its first leaf that is not optimizer state."""
-
-    def __init__(self, number: int, followers: frozenset[int]) -> None:
-        self._above, self._followers = list(range(number)), followers
-
-    def head(self, k: int) -> int:
-        while self._above[k] != k:
-            k = self._above[k]
-        return k
-
-    def join(self, numbers: Sequence[int]) -> None:
-        heads = sorted({self.head(k) for k in numbers}, key=lambda k: (k in self._followers, k))
-        for head in heads[1:]:
-            self._above[head] = heads[0]
-
-
 class Update:
     """The equations of a step, classified by their dependencies on state, data and sums."""
 
-    def __init__(
-        self, jaxpr: jex_core.Jaxpr, marks: Sequence[Mark], state: State, replicas: int
-    ) -> None:
+    def __init__(self, jaxpr: Any, marks: Sequence[Mark], state: State, replicas: int) -> None:
         """Classifies the equations of a worker's program, by the marks of its inputs."""
         self.jaxpr, self.state = jaxpr, state
         self._marks = dict.fromkeys(jaxpr.constvars, MIRRORED)
@@ -165,28 +147,20 @@ class Update:
                 self._from_state.update(eqn.outvars)
             if not is_bound_to_replicas(eqn) and not any(map(self.differs, reads)):
                 self._on_servers.add(id(eqn))
-        self.updated = {
-            v: k
-            for k, v in state.outputs.items()
-            if not isinstance(v, jex_core.Literal)
-            and v in self._from_state
-            and v in self._from_data
-            and v not in self._number
-        }
+        new = (self._from_state & self._from_data) - self._number.keys()
+        self.updated = {v: k for k, v in state.outputs.items() if not is_literal(v) and v in new}
         """New values that depend on old values and on data."""
 
-    def _equations_of_replica(
-        self, marked: Sequence[tuple[Any, list[Mark], list[Mark]]]
-    ) -> set[int]:
+    def _equations_of_replica(self, marked: Sequence[Marked]) -> set[int]:
         """Returns the ids of the equations that a worker must run, from all with their marks."""
         needed, ids = set[Any](), set[int]()
         for eqn, operands, results in reversed(marked):
-            if not any(results) and needed.isdisjoint(eqn.outvars):
-                if not any(operands) and not is_bound_to_replicas(eqn):
-                    continue
-                if eqn.primitive.name == "cond" and not has_effects(eqn) and not operands[0]:
-                    raise LoweringError(_COLLECTIVE_IN_COND.format(where=line(eqn)))
-            if any(results) or not needed.isdisjoint(eqn.outvars) or not _is_sum(eqn):
+            runs = any(results) or not needed.isdisjoint(eqn.outvars)
+            if not (runs or any(operands) or is_bound_to_replicas(eqn)):
+                continue
+            if not runs and is_plain_cond(eqn) and not operands[0]:
+                raise LoweringError(_COLLECTIVE_IN_COND.format(where=line(eqn)))
+            if runs or not _is_sum(eqn):
                 ids.add(id(eqn))
             needed.update(variables(eqn.invars))
         return ids
@@ -198,42 +172,33 @@ class Update:
     def check_not_used_again(self, results: Mapping[str, Any]) -> None:
         """Refuses a step in which a worker would read new state."""
         first = [eqn for eqn in self.jaxpr.eqns if id(eqn) in self.first]
-        self._refuse_new(first, _READS_NEW_VALUE)
+        self._refuse_new(_uses(first), _READS_NEW_VALUE)
         for result, atom in results.items():
-            if not isinstance(atom, jex_core.Literal) and atom in self.updated:
-                eqn = next(eqn for eqn in self.jaxpr.eqns if atom in eqn.outvars)
-                name, where = self._name(atom), line(eqn)
-                raise LoweringError(
-                    _RETURNS_NEW_VALUE.format(result=result, name=name, where=where)
-                )
-            self._refuse_new(self.slice([atom]), _RETURNS_NEW_VALUE, result)
+            pairs = ((eqn, v) for eqn in self.jaxpr.eqns for v in eqn.outvars if v is atom)
+            uses = [(eqn, v) for eqn, v in pairs if v in self.updated]
+            self._refuse_new(uses or _uses(self.slice([atom])), _RETURNS_NEW_VALUE, result)
 
-    def _refuse_new(self, eqns: Sequence[Any], text: str, result: str = "") -> None:
-        uses = [(eqn, v) for eqn in eqns for v in variables(eqn.invars) if v in self.updated]
-        uses += [(eqn, v) for eqn in eqns for v in eqn.outvars if v in self.updated]
-        if uses:  # name a weight rather than the optimizer state that it is computed from
-            eqn, v = min(uses, key=lambda use: self.updated[use[1]] in self.state.followers)
-            name, where = self._name(v), line(eqn)
-            raise LoweringError(text.format(result=result, name=name, where=where))
-
-    def _name(self, v: Any) -> str:
-        return self.state.names[self.updated[v]]
+    def _refuse_new(self, uses: Iterable[tuple[Any, Any]], text: str, result: str = "") -> None:
+        numbers = [(self.updated[v], eqn) for eqn, v in uses if v in self.updated]
+        if numbers:  # name a weight rather than the optimizer state that it is computed from
+            k, eqn = min(numbers, key=lambda use: use[0] in self.state.followers)
+            name = self.state.names[k]
+            raise LoweringError(text.format(result=result, name=name, where=line(eqn)))
 
     def slice(
         self, atoms: Iterable[Any], includes: Callable[[Any], bool] = lambda _: True
     ) -> list[Any]:
         """Returns the equations that some values depend on, among those that ``includes`` selects."""
-        needed, eqns = set(variables(atoms)), []
-        for eqn in reversed(self.jaxpr.eqns):
-            if any(v in needed for v in eqn.outvars) and includes(eqn):
-                eqns.append(self._narrowed(eqn, needed))
-                needed.update(variables(eqns[-1].invars))
-        return eqns[::-1]
+
+        def narrowed(eqn: Any, needed: set[Any]) -> Any:
+            return self._narrowed(eqn, needed) if includes(eqn) else None
+
+        return equations_before(self.jaxpr.eqns, atoms, narrowed)
 
     def _narrowed(self, eqn: Any, needed: set[Any]) -> Any:
         """Returns a condition without results that are not needed."""
         outs = tuple(i for i, v in enumerate(eqn.outvars) if v in needed)
-        if eqn.primitive.name != "cond" or has_effects(eqn) or len(outs) == len(eqn.outvars):
+        if not is_plain_cond(eqn) or len(outs) == len(eqn.outvars):
             return eqn
         if (id(eqn), outs) not in self._narrow:
             self._narrow[id(eqn), outs] = narrow = narrowed_cond(eqn, outs)
@@ -253,10 +218,10 @@ class Update:
 
         The servers of some state are ``known``; other variables may be divided into ``parts``.
         """
-        groups = self._groups()
+        groups, names = self._groups(), self.state.names
         weights = [k for k in self.updated.values() if k not in self.state.followers]
         if servers > 1 and len(weights) > 2 and len({groups[k] for k in weights}) == 1:
-            name = self.state.names[weights[0]]
+            name = names[weights[0]]
             log_once(_STORED_TOGETHER, name, len(weights) - 1, about=name)
         homes = self._homes(servers, groups, known)
         self._divide_variables(servers, homes, groups, known, parts)
@@ -266,28 +231,27 @@ class Update:
         ]
         for s in range(servers):
             self._store_copies(s, stored, homes)
-        for k in range(len(self.state.names)):  # small optimizer state that no update reads
-            if not any(k in of for of in stored):
-                stored[0].add(k)
+        # Small optimizer state that no update reads.
+        stored[0].update(set(range(len(names))).difference(*stored))
         self._store_copies(0, stored, homes)
         by_worker = self._equations_of_worker(stored, results)
         of_servers = [self._part(s, sorted(of), by_worker) for s, of in enumerate(stored)]
         finish = self.slice(results, self.after_sums)
         addends = self._needs(results, finish)
         sent = [*(v for part in of_servers for v, _ in part.takes), *addends]
-        eqns = self.slice([*sent, *self.read_by_effects])
-        kept = {self._id(eqn): eqn for eqn in (*eqns, *self._effects)}
+        needed = self.slice([*sent, *self.read_by_effects])
+        kept = {self._id(eqn): eqn for eqn in (*needed, *self._effects)}
         eqns = [kept[id(eqn)] for eqn in self.jaxpr.eqns if id(eqn) in kept]
-        pulls = [self._number[v] for v in self._needs(sent, eqns) if v in self._number]
-        of_all = range(len(self.state.names))
-        placed = [
+        placed = tuple(
             {s: self._rows.get(k, {}).get(s) for s, of in enumerate(stored) if k in of}
-            for k in of_all
-        ]
-        return Division(
-            tuple(placed), tuple(of_servers), tuple(eqns), tuple(sorted(pulls)), tuple(addends),
-            tuple(finish),
-        )  # fmt: skip
+            for k in range(len(names))
+        )
+        pulls = tuple(sorted(self._numbers(self._needs(sent, eqns))))
+        return Division(placed, of_servers, eqns, pulls, addends, finish)
+
+    def _numbers(self, values: Iterable[Any]) -> set[int]:
+        """Returns the numbers of those values that are state."""
+        return {self._number[v] for v in values if v in self._number}
 
     def after_sums(self, eqn: Any) -> bool:
         """True if an equation depends on a sum over workers."""
@@ -303,11 +267,8 @@ class Update:
         for k in sorted(heads, key=lambda k: k in followers):
             if k not in followers or (self._is_large(k) and group[k] in followers):
                 place.setdefault(group[k], len(place) % servers)
-        return {
-            k: min(known[k]) if k in known else place[head]
-            for k, head in enumerate(group)
-            if head in place
-        }
+        homes = {k: place[head] for k, head in enumerate(group) if head in place}
+        return homes | {k: min(known[k]) for k in homes if k in known}
 
     def _is_large(self, k: int) -> bool:
         return bool(prod(self.state.types[k].shape) > SMALL)
@@ -332,8 +293,8 @@ class Update:
                 members = [k for k in homes if groups[k] == head and self._is_large(k)]
                 self._rows.update(dict.fromkeys(members, place))
         while reasons := self._needed_whole():
-            for k in [k for k in self._rows if groups[k] in {groups[i] for i in reasons}]:
-                del self._rows[k]
+            together = {groups[k] for k in reasons}
+            self._rows = {k: of for k, of in self._rows.items() if groups[k] not in together}
             for k, why in reasons.items():
                 log_once(_NOT_DIVIDED, names[groups[k]], why, about=names[groups[k]])
 
@@ -354,13 +315,16 @@ class Update:
         return reasons
 
     def _groups(self) -> list[int]:
-        """Returns for each leaf the head of its group: leaves that are stored together."""
-        groups = _Groups(len(self.state.names), self.state.followers)
-        for leaves in self.state.together:
-            groups.join(leaves)
-        for k, sources in self._sources().items():
-            groups.join([k, *sources])
-        return [groups.head(k) for k in range(len(self.state.names))]
+        """Returns for each leaf the head of its group: leaves that are stored together.
+
+        The head is the first leaf that is not optimizer state.
+        """
+        head = list(range(len(self.state.names)))
+        for leaves in (*self.state.together, *([k, *of] for k, of in self._sources().items())):
+            joined = {head[k] for k in leaves}
+            first = min(joined, key=lambda k: (k in self.state.followers, k))
+            head = [first if k in joined else k for k in head]
+        return head
 
     def _sources(self) -> dict[int, set[int]]:
         """Returns the changing state that each update reads, without state that every server can store.
@@ -372,9 +336,9 @@ class Update:
             self.jaxpr, [sets.get(v, 0) for v in self.jaxpr.invars],
             list(self.state.outputs.values()), self._of_state,
         )  # fmt: skip
-        types, updated = self.state.types, set(self.updated.values())
+        types, new = self.state.types, set(self.updated.values())
         changing = [
-            k for k in self.state.outputs if types[k].shape and (k in updated or self._is_large(k))
+            k for k in self.state.outputs if types[k].shape and (k in new or self._is_large(k))
         ]
         return {
             k: {i for i in changing if bits >> i & 1}
@@ -385,17 +349,13 @@ class Update:
 
     def _store_copies(self, server: int, stored: list[set[int]], homes: dict[int, int]) -> None:
         """Adds copies of small or constant state that the update of a server reads."""
-        state = self.state
+        outputs = self.state.outputs
         while True:
-            written = {k: v for k, v in state.outputs.items() if k in stored[server]}
+            written = {k: v for k, v in outputs.items() if k in stored[server]}
             eqns = self.slice(written.values(), self._of_state)
-            reads = {
-                self._number[v] for v in self._needs(written.values(), eqns) if v in self._number
-            }
-            new = reads - stored[server]
-            for k in new:
-                if self._is_large(k) and k in state.outputs:
-                    self._refuse_foreign(k, server, homes[k], written)
+            new = self._numbers(self._needs(written.values(), eqns)) - stored[server]
+            for k in filter(self._is_large, new & outputs.keys()):
+                self._refuse_foreign(k, server, homes[k], written)
             if not new:
                 return
             stored[server] |= new
@@ -403,41 +363,36 @@ class Update:
     def _refuse_foreign(
         self, foreign: int, server: int, home: int, written: dict[int, Any]
     ) -> None:
+        names = self.state.names
         for k, atom in written.items():
             for eqn in self.slice([atom], self._of_state):
                 if self.state.inputs[foreign] in eqn.invars:
-                    names = self.state.names
-                    raise LoweringError(
-                        _READS_OTHER_SERVER.format(
-                            name=names[k],
-                            server=server,
-                            foreign=names[foreign],
-                            where=line(eqn),
-                            home=home,
-                        )
-                    )
+                    facts = {"name": names[k], "foreign": names[foreign], "where": line(eqn)}
+                    text = _READS_OTHER_SERVER.format(server=server, home=home, **facts)
+                    raise LoweringError(text)
 
     def _of_state(self, eqn: Any) -> bool:
         return id(eqn) in self._on_servers
 
-    def _from_data_alone(self, eqn: Any) -> bool:
-        v = eqn.outvars[0]
+    def _from_data_alone(self, v: Any) -> bool:
         return v in self._from_data and v not in self._from_state and v not in self._from_sums
 
     def _equations_of_worker(self, stored: Sequence[set[int]], results: Sequence[Any]) -> set[int]:
         """Returns the equations that depend on gradients alone and that the worker runs for all servers."""
         outputs = self.state.outputs
-        asked: dict[int, int] = {}
         slices = [
-            self.slice([v for k, v in outputs.items() if k in of], self._of_state) for of in stored
+            self.slice(atoms, self._of_state)
+            for atoms in (*([v for k, v in outputs.items() if k in of] for of in stored), results)
         ]
-        slices.append(self.slice(results, self._of_state))
-        for eqns in slices:
-            for eqn in filter(self._from_data_alone, eqns):
-                if self._id(eqn) not in self._by_rows:  # each server computes its rows
-                    asked[self._id(eqn)] = asked.get(self._id(eqn), 0) + 1
-        of_results = set(map(self._id, slices[-1]))
-        return {i for i, number in asked.items() if number > 1 or i in of_results | self.first}
+        asked = Counter(
+            self._id(eqn)
+            for eqns in slices
+            for eqn in eqns
+            # Each server computes its rows.
+            if self._from_data_alone(eqn.outvars[0]) and self._id(eqn) not in self._by_rows
+        )
+        always = self.first.union(map(self._id, slices[-1]))
+        return {i for i, number in asked.items() if number > 1 or i in always}
 
     def _part(self, server: int, stored: Sequence[int], by_worker: set[int]) -> ServerPart:
         outputs = {k: v for k, v in self.state.outputs.items() if k in stored}
@@ -445,17 +400,17 @@ class Update:
         eqns = self.slice(atoms, lambda eqn: self._of_state(eqn) and id(eqn) not in by_worker)
         rows = {v: self._rows[k][server] for k, v in outputs.items() if k in self._rows}
         needs = Needs(eqns, rows, [v for k, v in outputs.items() if k not in self._rows])
-        needed, constants = self._needs(atoms, eqns), set(self.jaxpr.constvars)
-        return ServerPart(
-            tuple(stored), tuple(outputs),
-            tuple(sorted(self._number[v] for v in needed if v in self._number)),
-            tuple(
-                (v, None if v in needs.whole else needs.rows.get(v))
-                for v in needed
-                if v not in self._number and v not in constants
-            ),
-            needs,
-        )  # fmt: skip
+        needed = self._needs(atoms, eqns)
+        others = [v for v in needed if v not in self._number and v not in self.jaxpr.constvars]
+        takes = [(v, None if v in needs.whole else needs.rows.get(v)) for v in others]
+        reads = sorted(self._numbers(needed))
+        return ServerPart(tuple(stored), tuple(outputs), tuple(reads), tuple(takes), needs)
+
+
+def _uses(eqns: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Returns the values that equations read, then those that they compute, with the equation."""
+    reads = [(eqn, v) for eqn in eqns for v in variables(eqn.invars)]
+    return reads + [(eqn, v) for eqn in eqns for v in eqn.outvars]
 
 
 def _flows(
@@ -468,7 +423,7 @@ def _flows(
     env = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> int:
-        return 0 if isinstance(atom, jex_core.Literal) else env.get(atom, 0)
+        return 0 if is_literal(atom) else env.get(atom, 0)
 
     for eqn in filter(includes, jaxpr.eqns):
         operands = list(map(read, eqn.invars))

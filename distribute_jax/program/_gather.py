@@ -11,12 +11,13 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from distribute_jax._mesh import DATA, share_axis
@@ -24,20 +25,22 @@ from distribute_jax.collectives._markers import unreduced_p
 from distribute_jax.program._jaxprs import (
     INLINED,
     ClosedJaxpr,
+    Override,
     Values,
     called_body,
     consts_and_carries,
     initial_values,
     inputs_of,
+    is_literal,
     name,
     open_jaxpr,
     run_equations,
+    run_with,
     run_with_body,
     value_of,
     variables,
 )
-from distribute_jax.program._placement import data_dim
-from distribute_jax.program._placement_rules import Axes, names_of
+from distribute_jax.program._placement import Axes, data_dim, names_of
 
 
 class ShareSpec(NamedTuple):
@@ -86,12 +89,9 @@ class ShareSpec(NamedTuple):
     def _by_parts(self, collective: Callable[..., Any], array: Any, **dims: int) -> Any:
         """Runs a collective device by device: XLA would gather the array over the replica's devices first."""
         groups = self._groups()
+        ids = None if groups is None else groups.tolist()
         run = functools.partial(
-            collective,
-            axis_name=DATA,
-            tiled=True,
-            axis_index_groups=None if groups is None else groups.tolist(),
-            **dims,
+            collective, axis_name=DATA, tiled=True, **dims, axis_index_groups=ids
         )
         if names := {name for of_dim in self.axes for name in names_of(of_dim)}:
             spec = PartitionSpec(*self.axes)
@@ -116,11 +116,8 @@ class Share:
         return self.spec.gather(local)
 
 
-_ELEMENTWISE = frozenset({
-    "convert_element_type", "copy", "name", "neg", "reduce_precision", "stop_gradient",
-})  # fmt: skip
-
-_WITH_SCALAR = frozenset({"add", "div", "mul", "sub"})
+_UNARY = {"convert_element_type", "copy", "name", "neg", "reduce_precision", "stop_gradient"}
+_WITH_SCALAR = {"add", "div", "mul", "sub"}
 
 
 class Gathering:
@@ -139,41 +136,32 @@ class Gathering:
 
     def run(
         self,
-        jaxpr: jex_core.Jaxpr,
+        jaxpr: Jaxpr,
         eqns: Sequence[Any],
         values: Values,
         wanted: Iterable[Any],
-        scattered: Mapping[Any, ShareSpec] | None = None,
+        scattered: Mapping[Any, ShareSpec] = MappingProxyType({}),
     ) -> None:
         """Runs equations, and adds their results to the values.
 
         ``scattered`` are stacked results of scans that are reduce-scattered next, with the spec of the sum:
         the reduce-scatter moves into the scan, so that whole gradients are never stacked.
         """
-        scattered = scattered or {}
         needed = set(variables([*wanted, *inputs_of(eqns)]))
-        piece: list[Any] = []
-        for eqn in eqns:
-            operands = [values.get(v) for v in variables(eqn.invars)]
-            to_scatter = name(eqn) == "scan" and any(v in scattered for v in eqn.outvars)
-            if not to_scatter and not any(isinstance(x, Share) for x in operands):
-                piece.append(eqn)
-                continue
-            run_equations(jaxpr, piece, values, needed)
-            piece = []
-            args = [value_of(v, values) for v in eqn.invars]
-            outs = self._apply(jaxpr, eqn, args, needed, scattered)
-            values.update(zip(eqn.outvars, outs, strict=True))
-        run_equations(jaxpr, piece, values, needed)
+
+        def override_of(eqn: Any) -> Override:
+            scatters = name(eqn) == "scan" and not scattered.keys().isdisjoint(eqn.outvars)
+            if scatters or any(isinstance(values.get(v), Share) for v in variables(eqn.invars)):
+                return functools.partial(self._apply, jaxpr, eqn, needed, scattered)
+            return None
+
+        run_with(jaxpr, eqns, values, needed, override_of)
 
     def whole(self, values: Sequence[Any]) -> list[Any]:
         """Returns the values with every share gathered."""
         outs = [self._whole(x) if isinstance(x, Share) else x for x in values]
-        ready = [
-            x for x in values
-            if isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
-        ]  # fmt: skip
-        if ready:
+        arrays = [x for x in values if isinstance(x, jax.core.Tracer)]
+        if ready := [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]:
             self._previous = min(ready, key=lambda x: x.size)
         return outs
 
@@ -184,9 +172,6 @@ class Gathering:
             self._gathered[id(share)] = share, share.whole()
         return self._gathered[id(share)][1]
 
-    def _whole_if_gathered(self, value: Any) -> Any:
-        return self._gathered[id(value)][1] if id(value) in self._gathered else value
-
     def _body(self, body: Any, args: Sequence[Any]) -> list[Any]:
         values, jaxpr = initial_values(body, args), open_jaxpr(body)
         self.run(jaxpr, jaxpr.eqns, values, jaxpr.outvars)
@@ -194,28 +179,27 @@ class Gathering:
 
     def _apply(
         self,
-        jaxpr: jex_core.Jaxpr,
+        jaxpr: Jaxpr,
         eqn: Any,
-        args: list[Any],
         needed: set[Any],
         scattered: Mapping[Any, ShareSpec],
+        *args: Any,
     ) -> list[Any]:
         """Returns the results of an equation that has shares among its operands."""
-        body = called_body(eqn)
-        if body is not None and name(eqn) in INLINED:
+        body, kind = called_body(eqn), name(eqn)
+        if body is not None and kind in INLINED:
             return self._body(body, args)
-        if name(eqn) in {"checkpoint", "scan"} and self._reshard is False:
-            args = self.whole(args)
-        if body is not None and name(eqn) == "checkpoint":
+        if kind in {"checkpoint", "scan"} and self._reshard is False:
+            args = tuple(self.whole(args))
+        if body is not None and kind == "checkpoint":
             return self._remat(eqn, args)
-        if name(eqn) == "scan":
+        if kind == "scan":
             return self._scan(eqn, args, needed, scattered)
-        args = list(map(self._whole_if_gathered, args))
-        share = self._run_on_share(eqn, args)
-        if share is not None:
+        args = tuple(self._gathered.get(id(x), (x, x))[1] for x in args)
+        if (share := self._run_on_share(eqn, args)) is not None:
             return [share]
         pairs = zip(eqn.invars, self.whole(args), strict=True)
-        values = {v: x for v, x in pairs if not isinstance(v, jex_core.Literal)}
+        values = {v: x for v, x in pairs if not is_literal(v)}
         run_equations(jaxpr, [eqn], values, eqn.outvars)
         return [values.get(v) for v in eqn.outvars]
 
@@ -224,34 +208,20 @@ class Gathering:
         shares = [x for x in args if isinstance(x, Share)]
         if len(shares) != 1 or len(eqn.outvars) != 1:
             return None
-        share, primitive = shares[0], name(eqn)
+        [share], kind = shares, name(eqn)
         # Only literals: a computed scalar may differ between replicas.
-        literals = all(
-            x is share or isinstance(v, jex_core.Literal)
-            for v, x in zip(eqn.invars, args, strict=True)
-        )
-        if primitive in _ELEMENTWISE or (primitive in _WITH_SCALAR and literals):
+        pairs = zip(eqn.invars, args, strict=True)
+        literals = all(x is share or is_literal(v) for v, x in pairs)
+        if kind in _UNARY or (kind in _WITH_SCALAR and literals):
             local = [x.local if x is share else x for x in args]
             return Share(eqn.primitive.bind(*local, **eqn.params), share.spec)
-        if primitive == "transpose":
+        if kind == "transpose":
             order = eqn.params["permutation"]
             axes = tuple(share.spec.axes[i] for i in order)
             spec = share.spec._replace(dim=order.index(share.spec.dim), axes=axes)
             return Share(jax.lax.transpose(share.local, order), spec)
-        if primitive == "reshape" and eqn.params.get("dimensions") is None:
-            return self._reshaped(share, eqn.invars[0].aval.shape, eqn.params["new_sizes"])
-        return None
-
-    def _reshaped(self, share: Share, old: Sequence[int], new: Sequence[int]) -> Share | None:
-        """Returns the share of a reshaped array if the share is contiguous along a new dim."""
-        if any(share.spec.axes):
-            return None  # XLA decides how a replica's devices divide the new dims
-        before, shares = prod(old[: share.spec.dim]), share.spec.shares
-        for dim, size in enumerate(new):
-            if size and prod(new[:dim]) == before and size % shares == 0:
-                sizes = [*new[:dim], size // shares, *new[dim + 1 :]]
-                spec = ShareSpec(dim, (None,) * len(new), shares)
-                return Share(jax.lax.reshape(share.local, sizes), spec)
+        if kind == "reshape" and eqn.params.get("dimensions") is None:
+            return _reshaped(share, eqn.invars[0].aval.shape, eqn.params["new_sizes"])
         return None
 
     def _remat(self, eqn: Any, args: Sequence[Any]) -> list[Any]:
@@ -280,19 +250,18 @@ class Gathering:
             consts = self.whole(consts)
         xs = [self._whole(x) if isinstance(x, Share) and x.spec.dim == 0 else x for x in xs]
         local, specs = _split_shares(xs)
-        stacked = eqn.outvars[num_carry:]
         out_specs: list[ShareSpec | None] = []
+
+        def stacked(v: Any, y: Any) -> Any:
+            spec = scattered.get(v)
+            of_layer = spec and spec.inside()
+            return of_layer.scatter(y) if of_layer else y if v in needed else None
 
         def one(carry: Any, xs: Any) -> Any:
             layer = _join_shares(xs, [spec and spec.inside() for spec in specs])
             inner = Gathering(self._total)
             outs = inner._body(eqn.params["jaxpr"], [*consts, *carry, *layer])
-            ys = [
-                y if v in needed else None for v, y in zip(stacked, outs[num_carry:], strict=True)
-            ]
-            for i, v in enumerate(stacked):
-                if (spec := scattered.get(v)) and (of_layer := spec.inside()):
-                    ys[i] = of_layer.scatter(ys[i])
+            ys = list(map(stacked, eqn.outvars[num_carry:], outs[num_carry:]))
             ys, of_layers = _split_shares(ys)
             out_specs[:] = [spec and spec.stacked() for spec in of_layers]
             return inner.whole(outs[:num_carry]), ys
@@ -300,6 +269,17 @@ class Gathering:
         params = {key: eqn.params[key] for key in ("reverse", "length", "unroll")}
         carry, ys = jax.lax.scan(one, carry, local, **params)
         return [*carry, *_join_shares(ys, out_specs)]
+
+
+def _reshaped(share: Share, old: Sequence[int], new: Sequence[int]) -> Share | None:
+    """Returns the share of a reshaped array if the share is contiguous along a new dim."""
+    before, shares = prod(old[: share.spec.dim]), share.spec.shares
+    # XLA decides how a replica's devices divide the new dims.
+    for dim, size in enumerate(new if not any(share.spec.axes) else ()):
+        if size and prod(new[:dim]) == before and size % shares == 0:
+            local = jax.lax.reshape(share.local, [*new[:dim], size // shares, *new[dim + 1 :]])
+            return Share(local, ShareSpec(dim, (None,) * len(new), shares))
+    return None
 
 
 def _split_shares(values: Sequence[Any]) -> tuple[list[Any], list[ShareSpec | None]]:
@@ -322,20 +302,19 @@ def inline_forwarded(body: Any) -> Any:
     jaxpr, same = body.jaxpr, _forwarded(body.jaxpr)
 
     def read(atoms: Sequence[Any]) -> list[Any]:
-        return [v if isinstance(v, jex_core.Literal) else same.get(v, v) for v in atoms]
+        return [v if is_literal(v) else same.get(v, v) for v in atoms]
 
     others = (eqn for eqn in jaxpr.eqns if eqn.primitive is not unreduced_p)
     eqns = [eqn.replace(invars=read(eqn.invars)) for eqn in others]
     return ClosedJaxpr(jaxpr.replace(eqns=eqns, outvars=read(jaxpr.outvars)), body.consts)
 
 
-def _forwarded(jaxpr: jex_core.Jaxpr) -> dict[Any, Any]:
+def _forwarded(jaxpr: Jaxpr) -> dict[Any, Any]:
     """Returns the operand that each forwarded result equals."""
     same: dict[Any, Any] = {}
     for eqn in jaxpr.eqns:
-        inputs = _forwarded_inputs(eqn)
-        for out, i in zip(eqn.outvars, inputs, strict=False):
-            if i is not None and not isinstance(v := eqn.invars[i], jex_core.Literal):
+        for out, i in zip(eqn.outvars, _forwarded_inputs(eqn), strict=False):
+            if i is not None and not is_literal(v := eqn.invars[i]):
                 same[out] = same.get(v, v)
     return same
 
@@ -346,17 +325,18 @@ def _forwarded_inputs(eqn: Any) -> list[int | None]:
         return list(range(len(eqn.invars)))
     is_scan = name(eqn) == "scan"
     body = eqn.params["jaxpr"] if is_scan else called_body(eqn)
-    if body is None or (not is_scan and name(eqn) not in {*INLINED, "checkpoint"}):
+    if body is None or not (is_scan or name(eqn) in {*INLINED, "checkpoint"}):
         return []
     jaxpr = open_jaxpr(body)
-    inside = _forwarded(jaxpr)
-    at = {v: i for i, v in enumerate(jaxpr.invars)}
-    outs = [
-        None if isinstance(v, jex_core.Literal) else at.get(inside.get(v, v)) for v in jaxpr.outvars
-    ]
+    inside, at = _forwarded(jaxpr), {v: i for i, v in enumerate(jaxpr.invars)}
+    outs = [None if is_literal(v) else at.get(inside.get(v, v)) for v in jaxpr.outvars]
     if is_scan:
         num_consts, num_carry = consts_and_carries(eqn)
-        first = num_consts + num_carry
-        carries = [i if i == num_consts + k else None for k, i in enumerate(outs[:num_carry])]
-        return [*carries, *(i if i is not None and i >= first else None for i in outs[num_carry:])]
+        for k, i in enumerate(outs):  # a carry forwards itself, a stacked result what is scanned
+            same = (
+                i == num_consts + k
+                if k < num_carry
+                else i is not None and i >= num_consts + num_carry
+            )
+            outs[k] = i if same else None
     return outs

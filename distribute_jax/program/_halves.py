@@ -46,6 +46,7 @@ from distribute_jax.program._jaxprs import (
     INLINED,
     called_body,
     collectives,
+    equations_before,
     line,
     name,
     shared_scalars,
@@ -312,7 +313,12 @@ def _lookup_half(
         for part in division.servers
     ]
     return LookupHalf(
-        build(Needs(lookups.before(indices), {}, indices), [], whole(inputs), whole(indices)),
+        build(
+            Needs(equations_before(lookups.eqns, indices), {}, indices),
+            [],
+            whole(inputs),
+            whole(indices),
+        ),
         facts,
         [number[lookups.tables[v]] if v in lookups.tables else None for v in pulled],
         of_servers,

@@ -59,17 +59,16 @@ class BoundHalves:
 
     def fits(self) -> bool:
         """True if the variables have the shapes and dtypes that the step was traced with."""
-        raws = read_raw(self.binding.variables)
-        if len(raws) == len(self.leaves) and all(map(operator.is_, raws, self.leaves)):
+        raws, before = read_raw(self.binding.variables), self.leaves
+        if len(raws) == len(before) and all(map(operator.is_, raws, before)):
             return True  # the same arrays
-        before, now = self.leaves, jax.tree.leaves(raws)
-        if len(before) != len(now) or any(
-            x is not y and (x.shape, x.dtype) != (y.shape, y.dtype)
+        now = jax.tree.leaves(raws)
+        same = len(before) == len(now) and all(
+            x is y or (x.shape, x.dtype) == (y.shape, y.dtype)
             for x, y in zip(before, now, strict=True)
-        ):
-            return False
-        self.leaves = now
-        return True
+        )
+        self.leaves = now if same else before
+        return same
 
 
 def places(binding: Binding) -> list[tuple[nnx.Variable[Any], int]]:
@@ -88,21 +87,17 @@ class Stored(Protocol):
         """Stores the state of a new step."""
 
 
+@dataclass(eq=False)
 class HalvesCache:
     """The halves of the steps of one strategy."""
 
-    def __init__(
-        self,
-        strategy: Any,
-        mesh: Mesh,
-        servers: int,
-        stored: Stored,
-        partitioner: Callable[..., Any] | None,
-        sparse: str | None,
-    ) -> None:
-        self._strategy, self._mesh, self._partitioner = strategy, mesh, partitioner
-        self._servers, self._stored, self._sparse = servers, stored, sparse
-        self._bound: dict[Any, list[BoundHalves]] = {}
+    strategy: Any
+    mesh: Mesh
+    servers: int
+    stored: Stored
+    partitioner: Callable[..., Any] | None
+    sparse: str | None
+    _bound: dict[Any, list[BoundHalves]] = field(default_factory=dict)
 
     def bound(
         self,
@@ -116,20 +111,18 @@ class HalvesCache:
 
         The last ``of_workers`` arguments differ between workers.
         """
-        options = checked_run_options(options)
-        fn = unwrap_jit(fn)
+        options, fn = checked_run_options(options), unwrap_jit(fn)
         with step_lock:
-            arguments = flatten_arguments(args, kwargs, self._mesh)
+            arguments = flatten_arguments(args, kwargs, self.mesh)
             request = Request(fn, arguments, options)
             for entry in self._bound.get(request.lookup_key, ()):
                 if entry.binding.matches(request.roots) and entry.fits():
                     return entry, arguments
             entry = self._built(fn, arguments, options, of_workers)
-            alive = [(h, [e for e in old if e.binding.alive]) for h, old in self._bound.items()]
-            self._bound = {head: entries for head, entries in alive if entries}
-            self._bound[request.lookup_key] = [entry, *self._bound.get(request.lookup_key, ())][
-                :_MAX_ENTRIES
-            ]
+            alive = {key: [e for e in of if e.binding.alive] for key, of in self._bound.items()}
+            self._bound = {key: entries for key, entries in alive.items() if entries}
+            entries = [entry, *self._bound.get(request.lookup_key, ())]
+            self._bound[request.lookup_key] = entries[:_MAX_ENTRIES]
             return entry, arguments
 
     def _built(
@@ -140,11 +133,10 @@ class HalvesCache:
         check_leaked_tracers(binding)
         contents = copy_contents(binding.guard.containers)
         with contents_restored_on_error(contents), explain_compile_errors(name):
-            call = Call(fn, binding, arguments, self._strategy, self._mesh)
-            known = self._stored.known(binding)
-            halves = build_halves(
-                call, options, self._servers, known, self._partitioner, of_workers, self._sparse
-            )
+            call = Call(fn, binding, arguments, self.strategy, self.mesh)
+            known = self.stored.known(binding)
+            how = known, self.partitioner, of_workers, self.sparse
+            halves = build_halves(call, options, self.servers, *how)
         bound = BoundHalves(name, halves, Binding(fn, arguments))
-        self._stored.load(bound)
+        self.stored.load(bound)
         return bound

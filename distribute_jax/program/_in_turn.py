@@ -29,6 +29,7 @@ from distribute_jax.program._jaxprs import (
     called_body,
     consts_and_carries,
     inputs_of,
+    is_literal,
     is_ref,
     line,
     name,
@@ -95,28 +96,19 @@ class InTurn(SplitStep):
 
     def first(self, inputs: Sequence[Any]) -> Boundary:
         """Runs the first half of each replica of this device."""
-        values = self.first_values(
-            [self._as_stacked(i, x) for i, x in zip(self.reads, inputs, strict=True)]
-        )
+        values = self.first_values(list(map(self._as_stacked, self.reads, inputs)))
         stages = self._stages(values)
         early = [eqn for _, collectives in stages for eqn in collectives if _is_sum(eqn)]
         pairs = [pair for eqn in early for pair in zip(eqn.invars, eqn.outvars, strict=True)]
-        addends = {
-            x: out.aval.dtype
-            for x, out in [*pairs, *self.sums()]
-            if not isinstance(x, jex_core.Literal)
-        }
-        ends = {*self.passed, *(v for b in self._branches.values() for v in variables(b.reads))}
+        sums = [*pairs, *self.sums()]
+        addends = {x: out.aval.dtype for x, out in sums if not is_literal(x)}
+        ends = [*self.passed, *(v for b in self._branches.values() for v in variables(b.reads))]
         totals: Values = {}
         for number, (local, collectives) in enumerate(stages):
             later = [eqn for stage in stages[number + 1 :] for eqns in stage for eqn in eqns]
             reads = [v for eqn in [*collectives, *later] if not _is_sum(eqn) for v in eqn.invars]
-            computed = outputs_of(local)
-            new = {
-                x: dtype
-                for x, dtype in addends.items()
-                if x not in totals and (x in computed or x in values)
-            }
+            known = values.keys() | outputs_of(local)
+            new = {x: addends[x] for x in addends if x not in totals and x in known}
             totals.update(self._scan(local, values, [*ends, *variables(reads)], new))
             for eqn in collectives:
                 outs = (
@@ -125,9 +117,7 @@ class InTurn(SplitStep):
                 values.update(zip(eqn.outvars, outs, strict=True))
         self.add_up(totals)
         values.update((out, totals[out]) for _, out in self.sums())
-        gathering = self.gathering()
-        inner = self.run_branches(values, gathering)
-        passed = gathering.whole([values[v] for v in self.passed])
+        passed, inner = self.ended(values, self.gathering())
         return list(map(self._unstacked, self.passed, passed)), inner
 
     def _as_stacked(self, i: int, value: Any) -> Any:
@@ -176,27 +166,25 @@ class InTurn(SplitStep):
                 raise self._refusal(what, _MOVE_OUT.format(what=name(what), body=name(inner)))
 
     def _refusal(self, eqn: Any, instead: str) -> LoweringError:
-        return LoweringError(
-            _REFUSED.format(what=name(eqn), where=line(eqn), each=self.each, instead=instead)
-        )
+        facts = {"what": name(eqn), "where": line(eqn), "each": self.each}
+        return LoweringError(_REFUSED.format(instead=instead, **facts))
 
     def _scan(
         self, eqns: Sequence[Any], values: Values, wanted: Iterable[Any], addends: Mapping[Any, Any]
     ) -> Values:
         """Runs equations for each replica, adds the wanted results to the values, and returns the sums."""
         computed = outputs_of(eqns)
-        if not (computed or addends or eqns):
+        if not (addends or eqns):
             return {}
-        outer = [*inputs_of(eqns), *addends]
-        reads = {v: values[v] for v in variables(outer) if v not in computed}
+        operands = variables([*inputs_of(eqns), *addends])
+        reads = {v: values[v] for v in operands if v not in computed}
         stacked = [v for v, value in reads.items() if isinstance(value, Stacked)]
         kept = [v for v in variables(wanted) if v in computed]
         if any(map(is_ref, kept)):
-            ref = next(eqn for eqn in eqns if any(is_ref(v) for v in eqn.outvars))
+            ref = next(eqn for eqn in eqns if any(map(is_ref, eqn.outvars)))
             raise self._refusal(ref, _MAKE_REF_LATER)
         differ = [v for v in kept if self._marks.get(v) or not isinstance(v.aval.dtype, np.dtype)]
         same = [v for v in kept if v not in differ]
-
         scattered = self._scattered_in_scans(eqns)
 
         def one(carry: Any, parts: Any) -> Any:
@@ -219,10 +207,8 @@ class InTurn(SplitStep):
         (sums, last), parts = jax.lax.scan(one, (zeros, empty), shares, length=self.each)
         values.update(zip(same, last, strict=True))
         values.update((v, Stacked(x)) for v, x in zip(differ, parts, strict=True))
-        return {
-            x: Share(total, scattered[x]) if x in scattered else total
-            for x, total in zip(addends, sums, strict=True)
-        }
+        totals = dict(zip(addends, sums, strict=True))
+        return totals | {x: Share(totals[x], scattered[x]) for x in totals if x in scattered}
 
     def _scattered_in_scans(self, eqns: Sequence[Any]) -> dict[Any, ShareSpec]:
         """Returns the gradients that a scan over layers can reduce-scatter itself."""
@@ -236,15 +222,14 @@ class InTurn(SplitStep):
         reads = variables(eqn.invars)
         alone = self.jaxpr.replace(constvars=[], invars=reads, outvars=eqn.outvars, eqns=[eqn])
         operands = self.gathering().whole([values[v] for v in reads])
-        stacked = [isinstance(x, Stacked) for x in operands]
         every = jax.vmap(
             _with_local_axis(ClosedJaxpr(alone, ())),
-            in_axes=[0 if one else None for one in stacked],
+            in_axes=[0 if isinstance(x, Stacked) else None for x in operands],
             axis_name=_LOCAL,
             axis_size=self.each,
         )
         try:
-            outs = every(*(x.parts if one else x for x, one in zip(operands, stacked, strict=True)))
+            outs = every(*(x.parts if isinstance(x, Stacked) else x for x in operands))
         except NotImplementedError as error:
             several = _NOT_BATCHABLE.format(body=name(eqn), error=error)
             raise self._refusal(_first_collective(eqn), several) from error
@@ -252,24 +237,23 @@ class InTurn(SplitStep):
         return [Stacked(x) if mark else x[0] for x, mark in zip(outs, marks, strict=True)]
 
     def _reduced(self, eqn: Any, totals: Values) -> list[Any]:
-        """Returns the sums over all replicas, from those of each device."""
-        pairs = zip(eqn.invars, eqn.outvars, strict=True)
-        return [self._reduced_value(x, out, eqn.params, totals) for x, out in pairs]
-
-    def _reduced_value(self, x: Any, out: Any, params: Mapping[str, Any], totals: Values) -> Any:
-        """Returns the sum over all replicas; of ``psum_scatter``, the parts of this device's replicas."""
-        literal = isinstance(x, jex_core.Literal)
-        total = jax.lax.psum(value_of(x, totals) * self.each if literal else totals[x], DATA)
-        if "scatter_dimension" not in params:
-            return total
-        first = jax.lax.axis_index(DATA) * self.each
-        parts = _scattered_parts(total, params, out.aval.shape)
-        return Stacked(jax.lax.dynamic_slice_in_dim(parts, first, self.each))
+        """Returns the sums over all replicas; of ``psum_scatter``, the parts of this device's replicas."""
+        outs = []
+        for x, out in zip(eqn.invars, eqn.outvars, strict=True):
+            value = value_of(x, totals) * self.each if is_literal(x) else totals[x]
+            total = jax.lax.psum(value, DATA)
+            if "scatter_dimension" in eqn.params:
+                first = jax.lax.axis_index(DATA) * self.each
+                parts = _scattered_parts(total, eqn.params, out.aval.shape)
+                total = Stacked(jax.lax.dynamic_slice_in_dim(parts, first, self.each))
+            outs.append(total)
+        return outs
 
 
 def with_replica_id_input(body: Any, mesh: Mesh) -> Any:
     """Returns a program in which loops, branches and checkpoints take the replica id as an operand."""
-    if not any(_needs_replica_id(eqn) and not _is_replica_id(eqn) for eqn in body.jaxpr.eqns):
+    others = [eqn for eqn in body.jaxpr.eqns if not _is_replica_id(eqn)]
+    if not any(_is_replica_id(inner) for eqn in others for inner in with_inner(eqn)):
         return body
     step = jex_core.jaxpr_as_fun(of_replica_id(body, mesh))
     return _retrace(body, lambda *x: step(jax.lax.axis_index(DATA), *x), mesh)
@@ -277,8 +261,13 @@ def with_replica_id_input(body: Any, mesh: Mesh) -> Any:
 
 def of_replica_id(body: Any, mesh: Mesh) -> Any:
     """Returns a program that takes the replica id before its other inputs."""
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    return _retrace(body, lambda n, *x: _with_constant_id(body, n)(*x), mesh, number)
+
+    def step(replica: jax.Array, *inputs: Any) -> list[Any]:
+        return _rewrite_nested(
+            body, lambda eqn: (lambda: [replica]) if _is_replica_id(eqn) else None
+        )(*inputs)
+
+    return _retrace(body, step, mesh, jax.ShapeDtypeStruct((), jnp.int32))
 
 
 def _retrace(body: Any, step: Callable[..., Any], mesh: Mesh, *more: Any) -> Any:
@@ -291,24 +280,11 @@ def _is_replica_id(eqn: Any) -> bool:
     return eqn.primitive.name == "axis_index" and names_axis(eqn, DATA)
 
 
-def _needs_replica_id(eqn: Any) -> bool:
-    return any(map(_is_replica_id, with_inner(eqn)))
-
-
-def _with_constant_id(program: Any, replica: jax.Array) -> Callable[..., list[Any]]:
-    """Returns a program as a function of the replica with this id."""
-    return _rewrite_nested(
-        program, lambda eqn: (lambda: [replica]) if _is_replica_id(eqn) else None
-    )
-
-
 def _with_local_axis(program: Any) -> Callable[..., list[Any]]:
     """Returns a program as a function under ``vmap`` whose collectives cover the device's replicas too."""
-
-    def way(eqn: Any) -> Override:
-        return functools.partial(_collective, eqn) if names_axis(eqn, DATA) else None
-
-    return _rewrite_nested(program, way)
+    return _rewrite_nested(
+        program, lambda eqn: functools.partial(_collective, eqn) if names_axis(eqn, DATA) else None
+    )
 
 
 def _rewrite_nested(program: Any, way: Callable[[Any], Override]) -> Callable[..., list[Any]]:
@@ -349,9 +325,7 @@ def _collective(eqn: Any, *operands: Any) -> list[Any]:
     return [jax.lax.dynamic_index_in_dim(parts, number, keepdims=False)]
 
 
-def _scattered_parts(
-    total: jax.Array, params: Mapping[str, Any], shape: Sequence[int]
-) -> jax.Array:
+def _scattered_parts(total: jax.Array, params: Any, shape: Sequence[int]) -> jax.Array:
     """Returns the parts of a sum that ``psum_scatter`` returns to the replicas, on a leading dim."""
     dim = params["scatter_dimension"]
     size = [shape[dim]] if params["tiled"] else []

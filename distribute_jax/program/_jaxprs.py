@@ -99,9 +99,8 @@ class RenamedAxis:
 
     def _jaxpr(self, jaxpr: Any) -> Any:
         if id(jaxpr) not in self._known:
-            new = jaxpr.replace(
-                eqns=[self.equation(eqn) for eqn in jaxpr.eqns], effects=self.effects(jaxpr)
-            )
+            eqns = [self.equation(eqn) for eqn in jaxpr.eqns]
+            new = jaxpr.replace(eqns=eqns, effects=self.effects(jaxpr))
             self._known[id(jaxpr)] = jaxpr, new  # the reference keeps the id from being reused
         return self._known[id(jaxpr)][1]
 
@@ -115,9 +114,8 @@ class RenamedAxis:
 
     def effects(self, of: Any) -> Any:
         """Returns the effects of an equation or jaxpr with the new name."""
-        return {
-            type(e)(self._new) if getattr(e, "name", None) == self._old else e for e in of.effects
-        }
+        old, new = self._old, self._new
+        return {type(e)(new) if getattr(e, "name", None) == old else e for e in of.effects}
 
     def _axis(self, name: Any) -> Any:
         return self._new if name == self._old else name
@@ -246,9 +244,30 @@ Values = dict[Any, Any]
 """The values of the variables of a jaxpr."""
 
 
+def is_literal(atom: Any) -> bool:
+    return isinstance(atom, jex_core.Literal)
+
+
 def variables(atoms: Iterable[Any]) -> list[Any]:
     """Returns the variables among atoms, each once."""
-    return list(dict.fromkeys(v for v in atoms if not isinstance(v, jex_core.Literal)))
+    return list(dict.fromkeys(v for v in atoms if not is_literal(v)))
+
+
+def equations_before(
+    eqns: Sequence[Any],
+    atoms: Iterable[Any],
+    narrowed: Callable[[Any, set[Any]], Any] = lambda eqn, needed: eqn,
+) -> list[Any]:
+    """Returns the equations that some values depend on.
+
+    ``narrowed`` returns an equation that computes only what is needed, or None to leave it out.
+    """
+    needed, before = set(variables(atoms)), list[Any]()
+    for eqn in reversed(eqns):
+        if not needed.isdisjoint(eqn.outvars) and (part := narrowed(eqn, needed)) is not None:
+            before.append(part)
+            needed.update(variables(part.invars))
+    return before[::-1]
 
 
 def inputs_of(eqns: Iterable[Any]) -> list[Any]:
@@ -262,10 +281,7 @@ def outputs_of(eqns: Iterable[Any]) -> set[Any]:
 
 
 def value_of(atom: Any, values: Values) -> Any:
-    if isinstance(atom, jex_core.Literal):
-        literal: Any = atom
-        return jnp.asarray(literal.val, literal.aval.dtype)
-    return values[atom]
+    return jnp.asarray(atom.val, atom.aval.dtype) if is_literal(atom) else values[atom]
 
 
 def run_equations(
@@ -300,19 +316,31 @@ Override = Callable[..., Sequence[Any]] | None
 """Computes the results of an equation from its operands; None to run the equation itself."""
 
 
+def run_with(
+    jaxpr: Any,
+    eqns: Iterable[Any],
+    values: Values,
+    wanted: Iterable[Any],
+    override_of: Callable[[Any], Override],
+) -> None:
+    """Runs equations, some of them in another way, and adds the ``wanted`` results to ``values``."""
+    wanted = variables(wanted)
+    for override, group in itertools.groupby(eqns, override_of):
+        if override is None:
+            run_equations(jaxpr, list(group), values, wanted)
+            continue
+        for eqn in group:
+            outs = override(*(value_of(v, values) for v in eqn.invars))
+            values.update(zip(eqn.outvars, outs, strict=True))
+
+
 def with_overrides(body: Any, override_of: Callable[[Any], Override]) -> Callable[..., list[Any]]:
     """Returns a jaxpr as a function in which some equations are replaced."""
 
     def run(*args: Any) -> list[Any]:
         jaxpr, values = open_jaxpr(body), initial_values(body, args)
-        wanted = variables([*inputs_of(jaxpr.eqns), *jaxpr.outvars])
-        for override, eqns in itertools.groupby(jaxpr.eqns, override_of):
-            if override is None:
-                run_equations(jaxpr, list(eqns), values, wanted)
-                continue
-            for eqn in eqns:
-                outs = override(*(value_of(v, values) for v in eqn.invars))
-                values.update(zip(eqn.outvars, outs, strict=True))
+        wanted = [*inputs_of(jaxpr.eqns), *jaxpr.outvars]
+        run_with(jaxpr, jaxpr.eqns, values, wanted, override_of)
         return [value_of(v, values) for v in jaxpr.outvars]
 
     return run
@@ -362,10 +390,10 @@ def inlined(closed: Any, opens: Callable[[Any], bool]) -> Any:
             return v if isinstance(v, jex_core.Literal) else env.get(v, v)
 
         for eqn in open_jaxpr(body).eqns:
-            where, operands = (call or eqn).source_info, list(map(read, eqn.invars))
+            where, reads = (call or eqn).source_info, list(map(read, eqn.invars))
             if opens(eqn):
                 inner = called_body(eqn)
-                inside = dict(zip(open_jaxpr(inner).invars, operands, strict=True))
+                inside = dict(zip(open_jaxpr(inner).invars, reads, strict=True))
                 for v, const in zip(open_jaxpr(inner).constvars, inner.consts, strict=True):
                     inside[v] = jex_core.Var(v.aval)
                     constvars.append(inside[v])
@@ -378,9 +406,7 @@ def inlined(closed: Any, opens: Callable[[Any], bool]) -> Any:
             if eqn.primitive.name == "cond":
                 branches = tuple(inlined(branch, opens) for branch in params["branches"])
                 params = {**params, "branches": branches}
-            eqns.append(
-                eqn.replace(invars=operands, outvars=outs, params=params, source_info=where)
-            )
+            eqns.append(eqn.replace(invars=reads, outvars=outs, params=params, source_info=where))
         return list(map(read, open_jaxpr(body).outvars))
 
     outs = add(jaxpr, {}, None)
@@ -440,15 +466,17 @@ def _zero(v: Any) -> Any:
 
 def needed_only(jaxpr: Any, outs: Sequence[int]) -> tuple[Any, set[int]]:
     """Returns a jaxpr with only some outputs, without dead code, and which inputs it still needs."""
+
+    def narrowed(eqn: Any, needed: set[Any]) -> Any:
+        kept = tuple(i for i, v in enumerate(eqn.outvars) if v in needed)
+        narrow = _NARROWED.get(eqn.primitive.name) if len(kept) < len(eqn.outvars) else None
+        return narrow(eqn, kept) if narrow else eqn
+
     atoms = [jaxpr.outvars[i] for i in outs]
-    needed, eqns = set(variables(atoms)), []
-    for eqn in reversed(jaxpr.eqns):
-        if kept := tuple(i for i, v in enumerate(eqn.outvars) if v in needed):
-            narrowed = _NARROWED.get(eqn.primitive.name) if len(kept) < len(eqn.outvars) else None
-            eqns.append(narrowed(eqn, kept) if narrowed else eqn)
-            needed.update(variables(eqns[-1].invars))
+    eqns = equations_before(jaxpr.eqns, atoms, narrowed)
+    needed = set(variables([*inputs_of(eqns), *atoms]))
     reads = {i for i, v in enumerate(jaxpr.invars) if v in needed}
-    return jaxpr.replace(outvars=atoms, eqns=eqns[::-1]), reads
+    return jaxpr.replace(outvars=atoms, eqns=eqns), reads
 
 
 def _narrowed_jit(eqn: Any, outs: Sequence[int]) -> Any:

@@ -64,6 +64,11 @@ for full batches only. Or feed no partial batches: InputOptions(partial="drop").
 _PROVED = "This follows from the traced step, which has not run:"
 _COMPARED = "The step was run on copies of the state with {};"
 
+_TRACED_AGAIN = (
+    "more padding, for which it was traced again, and had another result (as has a step that counts its "
+    "calls in Python: keep such a number in a variable)"
+)
+
 _CURE = (
     'Feed no partial batches to a step that trains: InputOptions(partial="drop"); or normalise with the '
     "running statistics: model.eval(), or BatchNorm(..., use_running_average=True)."
@@ -119,7 +124,10 @@ def run_checked_for_leaks(
         PaddingLeakError: padding certainly reaches a result, or changes one.
     """
     program = entry.program
-    _check_batch_norms(entry, call.arguments.counts or ())
+    counts = call.arguments.counts or ()
+    # Statistics are not updated from shares of different lengths.
+    if len(set(counts)) > 1 and (lines := _written_batch_norms(entry)):
+        raise PaddingLeakError(_UNEVEN.format(counts=list(counts), lines=listed(lines)))
     if program.padding is None:
         larger = traced_larger(call)
         program.per_example = per_example_results(call, entry, larger)
@@ -133,18 +141,13 @@ def run_checked_for_leaks(
     entry.check_readable(flat)
     outs = entry.execute(copied(flat))
     check.leaked = True
-    batch = [v for v in call.arguments.data if _is_padded(v)]
-    for changed in other_paddings(batch):
+    for changed in other_paddings([v for v in call.arguments.data if _is_padded(v)]):
         again = entry.with_data(flat, _with_batch(call, changed))
         others = entry.execute(copied(again))
         _refuse_differing(call, entry, flat, outs, others, "two different paddings")
     longer = _with_more_padding(call, entry, values)
     if longer is not None:
-        how = (
-            "more padding, for which it was traced again, and had another result (as has a step that "
-            "counts its calls in Python: keep such a number in a variable)"
-        )
-        _refuse_differing(call, entry, flat, outs, longer, how, nudged=True)
+        _refuse_differing(call, entry, flat, outs, longer, _TRACED_AGAIN, nudged=True)
     check.leaked = False
     return outs
 
@@ -159,20 +162,19 @@ def _why_unproved(call: Call, entry: BoundProgram, larger: Traced | str) -> str:
             for name, leak in sorted(leaks, key=lambda item: not item[1].certain)
         ]
         raise _error(call, entry, "reaches", lines, _PROVED)
-    return next(
-        (f"{name} depends on {leak.where}" if name else leak.where for name, leak in leaks), ""
-    )
+    texts = (f"{name} depends on {leak.where}" if name else leak.where for name, leak in leaks)
+    return next(texts, "")
 
 
 def _check_mirrored_rows(call: Call, entry: BoundProgram) -> None:
     """Refuses an array of all replicas' rows, as from all_gather: its padding cannot be cut."""
     program = entry.program
-    results = zip(
+    named = zip(
         program.results.names, program.plan.mirrored, program.per_example or (), strict=True
     )
     lines = [
         f"{name} has rows of all replicas, or not in dim 0; return this replica's, and use strategy.gather"
-        for name, mirrored, rows in results
+        for name, mirrored, rows in named
         if mirrored and isinstance(rows, Unknown) and rows.is_resized
     ]
     if lines:
@@ -199,7 +201,8 @@ def _refuse_differing(
     one, other = numbers(outs), numbers(others)
     before = dict(enumerate(map(on_host, flat[: entry.state_size])))
 
-    def differ(k: int, noise: float = 0.0) -> bool:
+    def differ(k: int, near: Sequence[Any] = ()) -> bool:
+        noise = noise_of(one[k], [n[k] for n in near])
         old = before.get(k, 0.0)
         verdict = compared(other[k], one[k], old, relative=OTHER_ORDER, noise=noise)
         return verdict is Verdict.UNEQUAL
@@ -211,7 +214,7 @@ def _refuse_differing(
         differing = [k for k in differing if exactly_equal(one[k], again[k])]
     if differing and nudged:
         near = list(map(numbers, nudged_outcomes(entry, flat)))
-        differing = [k for k in differing if differ(k, noise_of(one[k], [n[k] for n in near]))]
+        differing = [k for k in differing if differ(k, near)]
     if differing:
         sizes = {k: largest(finite(one[k]) - finite(other[k])) for k in differing}
         lines = [f"{names[k]} differs by up to {size:.3g}" for k, size in sizes.items()]
@@ -279,18 +282,12 @@ def _doubling(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
 
 def _real(call: Call, entry: BoundProgram, index: int, array: jax.Array) -> Any:
     """Returns an output without padding, on the host; None if it is not known which rows are real."""
-    host = on_host(array)
-    result = index - entry.state_size
-    if result < 0:
-        return host
-    rows = (entry.program.per_example or ())[result]
-    if isinstance(rows, Unknown):
-        return None
+    host, result = on_host(array), index - entry.state_size
+    rows = result >= 0 and (entry.program.per_example or ())[result]
+    if isinstance(rows, Unknown) or rows is False:
+        return None if rows else host
     counts = call.arguments.counts or ()
-    if rows is False:
-        return host
-    mirrored = entry.program.plan.mirrored[result]
-    return host[: sum(counts)] if mirrored else real_rows(host, counts)
+    return host[: sum(counts)] if entry.program.plan.mirrored[result] else real_rows(host, counts)
 
 
 def _error(
@@ -311,12 +308,6 @@ examples:
 nnx.BatchNorm weighs all replicas equally, also with mask=, and a replica without examples makes NaN, so the \
 statistics would not be those of one device. The state is as before the call.
 {_CURE}"""
-
-
-def _check_batch_norms(entry: BoundProgram, counts: Sequence[int]) -> None:
-    """Refuses to update the statistics of batch norms from shares of different lengths."""
-    if len(set(counts)) > 1 and (lines := _written_batch_norms(entry)):
-        raise PaddingLeakError(_UNEVEN.format(counts=list(counts), lines=listed(lines)))
 
 
 def _written_batch_norms(entry: BoundProgram) -> list[str]:

@@ -177,17 +177,14 @@ def join(one: Mark, other: Mark, where: str) -> Mark:
     if one == other:
         return one
     row_count_at = one.row_count_at or other.row_count_at
-    leak = one.leak or other.leak
-    if leak is not None:
+    if leak := one.leak or other.leak:
         return Mark(leak=replace(leak, certain=False), row_count_at=row_count_at)
     dims = sorted({r.dim for r in one.rows + other.rows})
     try:
-        rows = [aligned_rows(dim, [(one, one.at(dim)), (other, other.at(dim))]) for dim in dims]
+        rows = tuple(aligned_rows(d, [(one, one.at(d)), (other, other.at(d))]) for d in dims)
     except UndecidedError:
         return leaking(where)
-    return Mark(
-        tuple(rows), one.const if one.const == other.const else None, row_count_at=row_count_at
-    )
+    return Mark(rows, one.const if one.const == other.const else None, row_count_at=row_count_at)
 
 
 def known_number(value: Any) -> Any:
@@ -262,13 +259,10 @@ def _computed(name: str, params: Mapping[str, Any], numbers: Sequence[Any]) -> A
 def elementwise_pad(name: str, params: Mapping[str, Any], operands: Sequence[OperandPad]) -> Any:
     """Returns the padding of the result of an elementwise operation."""
     pads = [operand.pad for operand in operands]
-    if not any(isinstance(pad, Pad) for pad in pads):
-        number = evaluate(name, params, pads)
-        if number is not None:
-            return number
-    absorbed = _absorbed(name, operands)
-    if absorbed is not None:
-        return absorbed
+    known = not any(isinstance(pad, Pad) for pad in pads)
+    for decided in (evaluate(name, params, pads) if known else None, _absorbed(name, operands)):
+        if decided is not None:
+            return decided
     if all(operand.is_pure for operand in operands):
         return PURE
     if name in _NEUTRAL and len(pads) == 2:
@@ -311,18 +305,12 @@ def is_neutral(name: str, pad: Any, dtype: Any) -> bool:
     if isinstance(pad, Pad):
         return False
     if name in ("reduce_max", "reduce_min"):
-        least, most = _range(dtype)
-        return bool(pad <= least if name == "reduce_max" else pad >= most)
+        kind = np.dtype(dtype).kind
+        ends: Any = (False, True) if kind == "b" else (-math.inf, math.inf)
+        if kind in "iu":
+            ends = np.iinfo(dtype).min, np.iinfo(dtype).max
+        return bool(pad <= ends[0] if name == "reduce_max" else pad >= ends[1])
     return name in _IDENTITY_ELEMENTS and bool(pad == _IDENTITY_ELEMENTS[name])
-
-
-def _range(dtype: Any) -> tuple[Any, Any]:
-    """Returns the smallest and the largest number of a dtype, infinities included."""
-    if np.dtype(dtype).kind == "b":
-        return False, True
-    if np.dtype(dtype).kind in "iu":
-        return np.iinfo(dtype).min, np.iinfo(dtype).max
-    return -math.inf, math.inf
 
 
 Shape = tuple[int, ...]
@@ -365,25 +353,25 @@ class Pair:
 
     def changed_params(self, allowed: Collection[str] = ()) -> bool:
         """True if a parameter other than those allowed differs."""
-        two = self.other.params
-        return any(
-            key not in allowed and not _same(v, two.get(key)) for key, v in self.eqn.params.items()
-        )
+        others = (item for item in self.eqn.params.items() if item[0] not in allowed)
+        return not all(is_same(value, self.other.params.get(key)) for key, value in others)
 
 
 def _shape(atom: Any) -> Shape:
     return tuple(getattr(atom.aval, "shape", ()))
 
 
-def _same(one: Any, other: Any) -> bool:
+def is_same(one: Any, other: Any) -> bool:
+    """True if two parameters or constants are equal; NaN equals NaN."""
     if one is other:
         return True
     if isinstance(one, (Jaxpr, ClosedJaxpr)):
         return str(one) == str(other)
     if isinstance(one, (tuple, list)) and type(one) is type(other):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(is_same, one, other))
     try:
-        return bool(np.all((one == other) | ((one != one) & (other != other))))
+        a, b = np.asarray(one), np.asarray(other)
+        return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
     except (TypeError, ValueError):
         return False
 

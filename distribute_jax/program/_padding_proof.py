@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Literal
 
 from distribute_jax._mesh import num_replicas
 from distribute_jax._values import Layout, PerReplica
@@ -27,6 +26,7 @@ from distribute_jax.program._jaxprs import (
     CALLS,
     called_body,
     consts_and_carries,
+    is_literal,
     is_ref,
     open_jaxpr,
 )
@@ -37,6 +37,7 @@ from distribute_jax.program._padding_marks import (
     Pair,
     Rows,
     UndecidedError,
+    is_same,
     join,
     known_number,
     leaking,
@@ -50,17 +51,9 @@ class RefsError(UndecidedError):
     """The program has refs, through which values may flow anywhere."""
 
 
-def prove_padding(
-    jaxpr: Any, other: Any, shares: tuple[int, int], in_marks: Sequence[Mark]
-) -> list[Mark]:
-    """Returns the mark of each output of a step, traced with shares of two lengths.
-
-    An output is clean if it cannot depend on padding. ``in_marks`` says which dims of an input have rows.
-
-    Raises:
-        UndecidedError: the traces are different programs, or have refs.
-    """
-    return PaddingWalk(shares).run(jaxpr, other, in_marks)
+def prove_padding(jaxpr: Any, other: Any, shares: tuple[int, int], marks: list[Mark]) -> list[Mark]:
+    """Returns the mark of each output of a step, traced with shares of two lengths."""
+    return PaddingWalk(shares).run(jaxpr, other, marks)
 
 
 _FAILURES = (UndecidedError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -68,16 +61,22 @@ _FAILURES = (UndecidedError, ArithmeticError, AttributeError, LookupError, TypeE
 
 
 class PaddingWalk:
-    """The abstract interpreter."""
+    """The abstract interpreter of a step, traced with shares of two lengths.
+
+    An output is clean if it cannot depend on padding.
+    """
 
     def __init__(self, shares: tuple[int, int]) -> None:
-        """``shares`` are the lengths of a share in the two traces."""
         self.shares = shares
         # Values hold the bodies, so that no id is reused.
         self._cache: dict[Any, tuple[Any, Any, list[Mark]]] = {}
 
     def run(self, body: Any, other: Any, marks: Sequence[Mark]) -> list[Mark]:
-        """Returns the marks of the outputs of a jaxpr, given those of its inputs."""
+        """Returns the marks of the outputs of a jaxpr, given those of its inputs.
+
+        Raises:
+            UndecidedError: the traces are different programs, or have refs.
+        """
         key = id(body), id(other), tuple(marks)
         if key not in self._cache:
             self._cache[key] = body, other, self._run(body, other, marks)
@@ -85,16 +84,15 @@ class PaddingWalk:
 
     def _run(self, body: Any, other: Any, marks: Sequence[Mark]) -> list[Mark]:
         one, two = open_jaxpr(body), open_jaxpr(other)
-        env: dict[Any, Mark] = dict(zip(one.invars, marks, strict=True))
         consts = (getattr(closed, "consts", ()) for closed in (body, other))
-        for var, a, b in zip(one.constvars, *consts, strict=True):
-            env[var] = _constant(a, b)
+        env: dict[Any, Mark] = dict(zip(one.invars, marks, strict=True))
+        env.update(zip(one.constvars, map(_constant, *consts), strict=True))
         partner = dict(zip(one.constvars + one.invars, two.constvars + two.invars, strict=True))
 
         def read(pair: Pair, atom: Any, twin: Any) -> Mark:
-            if isinstance(atom, Literal) and isinstance(twin, Literal):
+            if is_literal(atom) and is_literal(twin):
                 return _literal(pair, atom.val, twin.val)
-            if isinstance(atom, Literal) or partner.get(atom) is not twin:
+            if is_literal(atom) or partner.get(atom) is not twin:
                 raise UndecidedError(f"{pair.where} gets other operands")
             return env[atom]
 
@@ -116,8 +114,7 @@ class PaddingWalk:
         """Returns the marks of the outputs of an equation."""
         if any(map(is_ref, [*pair.eqn.invars, *pair.eqn.outvars])):
             raise RefsError(f"{pair.where} reads or writes a ref")
-        rule = STRUCTURE.get(pair.name)
-        count = len(pair.eqn.outvars)
+        rule, count = STRUCTURE.get(pair.name), len(pair.eqn.outvars)
         try:
             marks = rule(self, pair, marks) if rule else _computed(pair, marks)
         except RefsError:
@@ -158,20 +155,19 @@ def _computed(pair: Pair, marks: list[Mark]) -> list[Mark]:
 
 def _checked(pair: Pair, index: int, out: Mark) -> Mark:
     """Returns the mark if it has exactly the dims whose length differs, else a leak."""
-    if out.leak is not None:
-        return out
     sizes, others = pair.out(index)
-    if len(sizes) != len(others):
-        return leaking(pair.where)
-    dims = [d for d, (a, b) in enumerate(zip(sizes, others, strict=True)) if a != b]
-    fits = [r.dim for r in out.rows] == dims and all(
-        r.is_uniform or _fits(r, sizes, others, pair.shares) for r in out.rows
-    )
-    return out if fits else leaking(pair.where)
+    same_rank = len(sizes) == len(others)
+
+    def fits(rows: Rows) -> bool:
+        lengths = [rows.outer * rows.inner * share for share in pair.shares]
+        return rows.is_uniform or [sizes[rows.dim], others[rows.dim]] == lengths
+
+    has_dims = same_rank and [r.dim for r in out.rows] == pair.varying(index)
+    return out if out.leak or (has_dims and all(map(fits, out.rows))) else leaking(pair.where)
 
 
 def _constant(one: Any, other: Any) -> Mark:
-    if one is other or _equal(one, other):
+    if is_same(one, other):
         return CLEAN
     try:
         same_shape = np.asarray(one).shape == np.asarray(other).shape
@@ -184,7 +180,7 @@ def _literal(pair: Pair, one: Any, other: Any) -> Mark:
     number = known_number(one)
     if number is not None and number == known_number(other):
         return Mark(const=number)
-    return CLEAN if _equal(one, other) else Mark(row_count_at=pair.where)
+    return CLEAN if is_same(one, other) else Mark(row_count_at=pair.where)
 
 
 _OF_SHAPES = frozenset({
@@ -201,10 +197,9 @@ def _carries(pair: Pair, marks: Sequence[Mark]) -> bool:
         seen = [k for k, case in enumerate(cases) if case.leak]
         return any(r.pad is (seen != [1]) for r in which.rows) and not which.leak
     if pair.name == "convert_element_type":
-        kinds = [
-            np.dtype(atom.aval.dtype).kind for atom in (pair.eqn.invars[0], pair.eqn.outvars[0])
-        ]
-        return kinds[0] in "biu" or kinds[1] not in "biu"
+        atoms = pair.eqn.invars[0], pair.eqn.outvars[0]
+        source, to = (np.dtype(atom.aval.dtype).kind for atom in atoms)
+        return source in "biu" or to not in "biu"
     if pair.name == "mul" and any(mark.const == 0 for mark in marks):
         return False
     return pair.name in CARRIES
@@ -212,19 +207,6 @@ def _carries(pair: Pair, marks: Sequence[Mark]) -> bool:
 
 def _with_row_count(out: Mark, row_count_at: str) -> Mark:
     return replace(out, row_count_at=row_count_at) if row_count_at and not out.row_count_at else out
-
-
-def _fits(rows: Rows, sizes: Any, others: Any, shares: tuple[int, int]) -> bool:
-    blocks = rows.outer * rows.inner
-    return (sizes[rows.dim], others[rows.dim]) == (blocks * shares[0], blocks * shares[1])
-
-
-def _equal(one: Any, other: Any) -> bool:
-    try:
-        a, b = np.asarray(one), np.asarray(other)
-    except (TypeError, ValueError):
-        return one is other
-    return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
 
 
 # Calls, branches and loops
@@ -237,11 +219,6 @@ def call(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
     return walk.run(called_body(pair.eqn), called_body(pair.other), marks)
 
 
-def identities(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
-    """Each output is one operand."""
-    return marks
-
-
 def cond(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
     """Every output depends on the predicate."""
     index, *operands = marks
@@ -250,8 +227,12 @@ def cond(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
     branches = zip(pair.eqn.params["branches"], pair.other.params["branches"], strict=True)
     first, *others = (walk.run(one, two, operands) for one, two in branches)
     for outs in others:
-        first = [join(a, b, pair.where) for a, b in zip(first, outs, strict=True)]
+        first = _joined(pair, first, outs)
     return [_with_row_count(out, index.row_count_at) for out in first]
+
+
+def _joined(pair: Pair, marks: Sequence[Mark], others: Sequence[Mark]) -> list[Mark]:
+    return [join(a, b, pair.where) for a, b in zip(marks, others, strict=False)]
 
 
 def _decided(pair: Pair, decides: Mark) -> Mark:
@@ -269,11 +250,10 @@ def scan(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
     carries = marks[start : start + num_carry]
     while True:
         outs = walk.run(body, other, [*marks[:start], *carries, *scanned])
-        grown = [join(a, b, pair.where) for a, b in zip(carries, outs, strict=False)]
+        grown = _joined(pair, carries, outs)
         if grown == carries:
-            break
+            return carries + [_shifted(out, 1) for out in outs[num_carry:]]
         carries = grown
-    return carries + [_shifted(out, 1) for out in outs[num_carry:]]
 
 
 def _shifted(mark: Mark, by: int) -> Mark:
@@ -285,15 +265,15 @@ def _shifted(mark: Mark, by: int) -> Mark:
 def while_loop(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
     """The carries are known if the trip count does not depend on rows."""
     one, two = pair.eqn.params, pair.other.params
-    tests, bodies = one["cond_nconsts"], one["body_nconsts"]
-    start = tests + bodies
+    tests = one["cond_nconsts"]
+    start = tests + one["body_nconsts"]
     carries = marks[start:]
     while True:
         [more] = walk.run(one["cond_jaxpr"], two["cond_jaxpr"], [*marks[:tests], *carries])
         if not more.is_clean:
             return [_decided(pair, more)] * len(carries)
         outs = walk.run(one["body_jaxpr"], two["body_jaxpr"], [*marks[tests:start], *carries])
-        grown = [join(a, b, pair.where) for a, b in zip(carries, outs, strict=True)]
+        grown = _joined(pair, carries, outs)
         if grown == carries:
             return [_with_row_count(mark, more.row_count_at) for mark in carries]
         carries = grown
@@ -306,7 +286,7 @@ _IDENTITIES = (
 
 STRUCTURE: dict[str, Structure] = {
     **dict.fromkeys(CALLS, call),
-    **dict.fromkeys(_IDENTITIES, identities),
+    **dict.fromkeys(_IDENTITIES, lambda walk, pair, marks: marks),
     "cond": cond,
     "scan": scan,
     "while": while_loop,
@@ -322,13 +302,14 @@ def padding_leaks(call: Call, entry: BoundProgram, larger: Traced | str) -> list
     if isinstance(larger, str):
         return [("", Leak(f"it could not be traced with more rows ({larger})", False))]
     traced = entry.program.traced
-    same = traced.written == larger.written and traced.sizes == larger.sizes
-    if not same or traced.written_sizes != larger.written_sizes:
+    if _writes(traced) != _writes(larger):
         return [("", Leak("with more rows it writes other variables", False))]
+    variables, arrays, _, counts = traced.sizes
+    joined = (isinstance(v, PerReplica) and v.layout is Layout.JOINED for v in call.arguments.data)
+    data = [Mark((Rows(0),)) if is_joined else CLEAN for is_joined in joined]
+    inputs = [CLEAN] * (variables + arrays) + data + [CLEAN] * counts
     try:
-        marks = prove_padding(
-            traced.jaxpr, larger.jaxpr, share_sizes(call), _input_marks(call, traced)
-        )
+        marks = prove_padding(traced.jaxpr, larger.jaxpr, share_sizes(call), inputs)
     except UndecidedError as error:
         return [("", Leak(str(error), False))]
     names = entry.output_names()
@@ -336,13 +317,8 @@ def padding_leaks(call: Call, entry: BoundProgram, larger: Traced | str) -> list
     return [(name, leak) for name, leak in leaks if leak is not None]
 
 
-def _input_marks(call: Call, traced: Traced) -> list[Mark]:
-    variables, arrays, _, counts = traced.sizes
-    data = [
-        Mark((Rows(0),)) if isinstance(v, PerReplica) and v.layout is Layout.JOINED else CLEAN
-        for v in call.arguments.data
-    ]
-    return [CLEAN] * (variables + arrays) + data + [CLEAN] * counts
+def _writes(traced: Traced) -> Any:
+    return traced.written, traced.written_sizes, traced.sizes
 
 
 def _leak_of(call: Call, entry: BoundProgram, output: int, mark: Mark) -> Leak | None:

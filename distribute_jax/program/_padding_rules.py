@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -51,8 +52,7 @@ def reduce(pair: Pair, marks: list[Mark]) -> Mark:
     kept = tuple(r for r in mark.rows if r.dim not in axes)
     # Padding that is neutral, or of rows that are gone, makes nothing nonfinite.
     seen = mark if row_count_at else Mark(kept, mark.const)
-    pads = [_reduced_pad(pair.name, operand_pad(seen, r)) for r in kept]
-    rows = tuple(replace(r, pad=pad) for r, pad in zip(kept, pads, strict=True))
+    rows = tuple(replace(r, pad=_reduced_pad(pair.name, operand_pad(seen, r))) for r in kept)
     return replace(shapes.without_dims(pair, Mark(rows), axes), row_count_at=row_count_at)
 
 
@@ -136,13 +136,10 @@ def products(
     ``free`` the position of a factor, its dim, and the dim of the result.
     """
     one, two = marks
+    sums = [_summed_products(pair, (one, one.at(a)), (two, two.at(b))) for a, b in contracted]
+    if leak := next((summed for summed in sums if summed.leak), None):
+        return leak
     rows: list[Rows] = []
-    row_count_at = ""
-    for a, b in contracted:
-        summed = _summed_products(pair, (one, one.at(a)), (two, two.at(b)))
-        if summed.leak:
-            return summed
-        row_count_at = row_count_at or summed.row_count_at
     for a, b, new in batch:
         if one.at(a) or two.at(b):
             rows.append(aligned_rows(new, [(one, one.at(a)), (two, two.at(b))], _product_pad))
@@ -150,6 +147,7 @@ def products(
         if old := marks[side].at(dim):
             operands: list[Operand] = [(marks[side], old), (marks[1 - side], None)]
             rows.append(aligned_rows(new, operands, _product_pad, everywhere=False))
+    row_count_at = next((summed.row_count_at for summed in sums if summed.row_count_at), "")
     return Mark(tuple(sorted(rows, key=lambda r: r.dim)), row_count_at=row_count_at)
 
 
@@ -202,22 +200,21 @@ def gather(pair: Pair, marks: list[Mark]) -> Mark:
     collapsed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     windows = dict(zip([d for d in dims if d not in collapsed], numbers.offset_dims, strict=True))
     batch = [d for d in range(len(pair.out()[0])) if d not in numbers.offset_dims]
-    operands_of: dict[int, list[Operand]] = {}
+    operands_of: dict[int, list[Operand]] = defaultdict(list)
     for dim in dims:
         rows = operand.at(dim)
+        complete = all(s[dim] == length[dim] for s, length in zip(sizes, lengths, strict=True))
         if rows is None:
             if sizes[0][dim] != sizes[1][dim]:
                 raise UndecidedError("a window that depends on the share")
-            continue
-        complete = all(s[dim] == length[dim] for s, length in zip(sizes, lengths, strict=True))
-        if dim in aligned:
-            operands_of.setdefault(batch[aligned[dim]], []).append((operand, rows))
+        elif dim in aligned:
+            operands_of[batch[aligned[dim]]].append((operand, rows))
         elif dim in windows and complete and dim not in numbers.start_index_map:
-            operands_of.setdefault(windows[dim], []).append((operand, rows))
+            operands_of[windows[dim]].append((operand, rows))
         else:
             raise UndecidedError("some rows")
     for rows in indices.rows:
-        operands_of.setdefault(batch[rows.dim], []).append((indices, rows))
+        operands_of[batch[rows.dim]].append((indices, rows))
 
     def pad(from_operand: bool, pads: list[OperandPad]) -> Any:
         if operand.may_be_nonfinite:
@@ -292,14 +289,12 @@ def psum(pair: Pair, marks: list[Mark]) -> list[Mark]:
     """Each row is summed with the rows of the other replicas at the same index."""
     if any(isinstance(axis, int) for axis in pair.eqn.params["axes"]):
         raise UndecidedError("a sum over a dim as well")
-    outs = []
-    for mark in marks:
-        if all(r.has_number(0) for r in mark.rows):
-            outs.append(Mark(tuple(replace(r, pad=FINITE, data=True) for r in mark.rows)))
-        else:
-            certain = any(r.pad is PURE and r.data for r in mark.rows)
-            outs.append(leaking(pair.where, certain=certain))
-    return outs
+    return [
+        Mark(tuple(replace(r, pad=FINITE, data=True) for r in mark.rows))
+        if all(r.has_number(0) for r in mark.rows)
+        else leaking(pair.where, certain=any(r.pad is PURE and r.data for r in mark.rows))
+        for mark in marks
+    ]
 
 
 ELEMENTWISE = (

@@ -54,13 +54,13 @@ def _uniform(dims: Iterable[int], pad: Any) -> tuple[Rows, ...]:
 
 def elementwise(pair: Pair, marks: list[Mark]) -> Mark:
     """Each entry is computed from those at the same index, and from scalars."""
-    params = pair.eqn.params
+    params, first = pair.eqn.params, marks[0]
     consts = [mark.const for mark in marks]
     const = None if any(c is None for c in consts) else evaluate(pair.name, params, consts)
-    if const is None and pair.name in ("lt", "ge") and marks[0].index is not None:
-        below = not isinstance(marks[1].const, bool) and marks[1].const == 0
+    if const is None and pair.name in ("lt", "ge") and first.index is not None:
+        below = not isinstance(consts[1], bool) and consts[1] == 0
         const = (pair.name == "ge") if below else None
-    index, column = (marks[0].index, marks[0].column) if pair.name in _IDENTITIES else (None, None)
+    index, column = (first.index, first.column) if pair.name in _IDENTITIES else (None, None)
     if const is not None:
         return Mark(_uniform(pair.varying(), const), const, index, column)
     pad = functools.partial(elementwise_pad, pair.name, params)
@@ -101,8 +101,7 @@ def broadcast(pair: Pair, marks: list[Mark]) -> Mark:
         old = mark.at(places.index(dim)) if dim in places else None
         new = _uniform([dim], PURE if mark.const is None else mark.const)
         rows += [replace(old, dim=dim)] if old else new
-    index = places[mark.index] if mark.index is not None else None
-    return Mark(tuple(rows), mark.const, index)
+    return Mark(tuple(rows), mark.const, None if mark.index is None else places[mark.index])
 
 
 def reshape(pair: Pair, marks: list[Mark]) -> Mark:
@@ -209,9 +208,9 @@ def slice_(pair: Pair, marks: list[Mark]) -> Mark:
     starts, limits = pair.params("start_indices"), pair.params("limit_indices")
     strides = pair.eqn.params["strides"] or (1,) * len(starts[0])
     rows: list[Rows] = []
-    for dim, sizes in enumerate(zip(*pair.operand(0), strict=True)):
+    for dim, stride in enumerate(strides):
         cut = [(starts[k][dim], limits[k][dim]) for k in (0, 1)]
-        rows += _cut_rows(pair, marks[0].at(dim), sizes, cut, strides[dim])
+        rows += _cut_rows(pair, marks[0].at(dim), dim, cut, stride)
     return Mark(tuple(rows), marks[0].const)
 
 
@@ -222,19 +221,19 @@ def split(pair: Pair, marks: list[Mark]) -> list[Mark]:
     outs = []
     for k in range(len(pair.eqn.outvars)):
         cut = [(int(sum(s[:k])), int(sum(s[: k + 1]))) for s in sizes]
-        new = _cut_rows(pair, mark.at(axis), [int(sum(s)) for s in sizes], cut, 1)
+        new = _cut_rows(pair, mark.at(axis), axis, cut, 1)
         outs.append(Mark(tuple(sorted(others + new, key=lambda r: r.dim)), mark.const))
     return outs
 
 
 def _cut_rows(
-    pair: Pair, rows: Rows | None, sizes: Sequence[int], cut: Sequence[tuple[int, int]], stride: int
+    pair: Pair, rows: Rows | None, dim: int, cut: Sequence[tuple[int, int]], stride: int
 ) -> list[Rows]:
     """Returns the rows of a slice along a dim; an empty list if it has none, or none are left."""
     if rows is None and cut[0] == cut[1]:
         return []
     if rows is not None and stride == 1:
-        if [(0, size) for size in sizes] == list(cut):
+        if [(0, shape[dim]) for shape in pair.operand(0)] == list(cut):
             return [rows]
         if rows.is_uniform:
             return [rows] if cut[0][1] - cut[0][0] != cut[1][1] - cut[1][0] else []
@@ -252,15 +251,20 @@ def pad(pair: Pair, marks: list[Mark]) -> Mark:
     """Along rows only complete shares are added, as by the gradient of a slice of shares."""
     mark, value = marks
     configs = pair.params("padding_config")
-    rows = []
+    if all(tuple(c) == (0, 0, 0) for of_trace in configs for c in of_trace):
+        return Mark(mark.rows, mark.const)
+    rows: list[Rows] = []
     for dim, config in enumerate(zip(*configs, strict=True)):
         old = mark.at(dim)
-        if old is not None:
-            rows.append(_bordered(pair, old, config))
-        elif config[0] != config[1]:
-            raise UndecidedError("a border that depends on the share")
-    if all(tuple(c) == (0, 0, 0) for c in configs[0]):
-        return Mark(tuple(rows), mark.const)
+        if config[0][2] != config[1][2] or (old and config[0][2]):
+            raise UndecidedError("a border between rows")
+        sizes = [shape[dim] for shape in pair.operand(0)]
+        ends = [(-low, size + high) for (low, high, _), size in zip(config, sizes, strict=True)]
+        if old and old.is_uniform and ends != [(0, size) for size in sizes]:
+            if sizes[0] % pair.shares[0]:
+                raise UndecidedError("a border of some rows")
+            old = replace(old, outer=sizes[0] // pair.shares[0], inner=1)
+        rows += _cut_rows(pair, old, dim, ends, 1)
     border = operand_pad(value, None)
     border = OperandPad(border.pad, False) if mark.const is None else border
     pads = [join_pads([operand_pad(mark, r), border]) for r in rows]
@@ -268,29 +272,11 @@ def pad(pair: Pair, marks: list[Mark]) -> Mark:
     return Mark(tuple(replace(r, pad=p) for r, p in zip(rows, pads, strict=True)), const)
 
 
-def _bordered(pair: Pair, rows: Rows, config: Sequence[Any]) -> Rows:
-    if all(tuple(c) == (0, 0, 0) for c in config):
-        return rows
-    outers = set()
-    inner = rows.inner or 1
-    for (low, high, interior), share, shape in zip(
-        config, pair.shares, pair.operand(0), strict=True
-    ):
-        block = share * inner
-        uneven = low % block or high % block or shape[rows.dim] % block
-        if interior or uneven or low < 0 or high < 0:
-            raise UndecidedError("a border of some rows")
-        outers.add((low + high + shape[rows.dim]) // block)
-    [outer] = outers
-    return replace(rows, outer=outer, inner=inner)
-
-
 def dynamic_slice(pair: Pair, marks: list[Mark]) -> Mark:
     """All rows are kept; along other dims the size does not depend on the share."""
-    mark, sizes = marks[0], pair.params("slice_sizes")
-    for dim, lengths in enumerate(zip(*pair.operand(0), strict=True)):
-        size = (sizes[0][dim], sizes[1][dim])
-        if (size != lengths) if mark.at(dim) else (size[0] != size[1]):
+    mark, (shape, other) = marks[0], pair.operand(0)
+    for dim, size in enumerate(zip(*pair.params("slice_sizes"), strict=True)):
+        if size != (shape[dim], other[dim]) if mark.at(dim) else size[0] != size[1]:
             raise UndecidedError("some rows")
     return Mark(mark.rows, mark.const)
 
@@ -305,12 +291,10 @@ def dynamic_update_slice(pair: Pair, marks: list[Mark]) -> Mark:
 
 def iota(pair: Pair, marks: list[Mark]) -> Mark:
     """Indices along one dim."""
-    along = pair.eqn.params["dimension"]
-    rows = []
-    for dim in pair.varying():
-        layout = (1, pair.out()[0][dim] // pair.shares[0]) if dim == along else (0, 0)
-        rows.append(Rows(dim, *layout, FINITE, data=False))
-    return Mark(tuple(rows), index=along if along in pair.varying() else None)
+    along, varying = pair.eqn.params["dimension"], pair.varying()
+    layouts = {along: (1, pair.out()[0][along] // pair.shares[0])}
+    rows = (Rows(dim, *layouts.get(dim, (0, 0)), FINITE, data=False) for dim in varying)
+    return Mark(tuple(rows), index=along if along in varying else None)
 
 
 def random_bits(pair: Pair, marks: list[Mark]) -> Mark:

@@ -22,7 +22,14 @@ from jax import export
 
 from distribute_jax._errors import ArgumentError, LoweringError, ProcessesDifferError
 from distribute_jax._mesh import DATA, inside_replica, num_replicas
-from distribute_jax.program._jaxprs import equations, line, name, open_jaxpr, without_axis
+from distribute_jax.program._jaxprs import (
+    equations,
+    is_literal,
+    line,
+    name,
+    open_jaxpr,
+    without_axis,
+)
 from distribute_jax.program._rows import Computed, Needs, RowIds, Rows, Selected, filled
 from distribute_jax.program._trace import Call
 
@@ -87,20 +94,12 @@ def build_part(
     touched: Mapping[Any, Any] = MappingProxyType({}),
     by_first: Collection[Any] = (),
 ) -> Part:
-    """Compiles some equations for one device.
+    """Compiles some equations of a step for one device; ``body`` is the program that has them.
 
-    The program takes the row ids of lookups after its other inputs.
-
-    Args:
-        call: the step.
-        body: the program that has the equations.
-        needs: the equations, and which rows they compute.
-        state: the inputs that are state.
-        values: the other inputs.
-        outs: the outputs.
-        shared: scalars that are returned too, only so that XLA rounds them as in the step.
-        touched: the old value of each new value of which only the computed rows change.
-        by_first: values that replicas other than the first replace by zero, so that their sum is the value.
+    The inputs are ``state``, other ``values``, and then the row ids of lookups. ``shared`` scalars are
+    returned too, only so that XLA rounds them as in the step. ``touched`` has the old value of each new value
+    of which only the computed rows change. Replicas other than the first replace the values ``by_first`` by
+    zero, so that their sum is the value.
     """
     inputs = [*state, *values]
     lookups = dict.fromkeys(rows for _, rows in inputs if isinstance(rows, RowIds))
@@ -116,11 +115,11 @@ def build_part(
         more = jax.lax.optimization_barrier(list(map(computed.of, shared)))
 
         def result(v: Any, rows: Rows | RowIds | None) -> Any:
-            if not isinstance(v, jex_core.Literal) and v in touched:
+            if not is_literal(v) and v in touched:
                 ids: Any = needs.rows[v]
                 return ids.put(of_input[touched[v]], computed.needed(v))
             value = computed.of(v, rows)
-            if not isinstance(v, jex_core.Literal) and v in by_first:  # -0.0 + x is x for every x
+            if not is_literal(v) and v in by_first:  # -0.0 + x is x for every x
                 is_first = computed.of(open_jaxpr(body).invars[0]) == 0
                 return jnp.where(is_first, value, jnp.full_like(value, -0.0))
             return value

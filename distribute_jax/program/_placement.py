@@ -3,12 +3,14 @@
 A leaf that the replicas divide is sharded along its first dim that is a multiple of their number: shares are
 contiguous then, so that collectives need no transposed copies. A short first dim may be that of stacked
 layers that a scan goes over, so it is the last choice. A leaf without such a dim is replicated: padding would
-change what optax transformations compute.
+change what optax transformations compute. The user's rules divide arrays over the mesh axes of one replica.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -28,16 +30,154 @@ from jax.sharding import (
 )
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import DATA, SHARD, mirrored_sharding, share_axis, state_mesh
+from distribute_jax._mesh import DATA, MODEL, SHARD, mirrored_sharding, share_axis, state_mesh
 from distribute_jax._messages import listed
 from distribute_jax.program._aggregation import keeps_own_values
-from distribute_jax.program._placement_rules import Axes, Rules
 
 LEAST_ELEMENTS = 1024
 """Smaller arrays are replicated: collectives would cost more than the memory is worth."""
 
 MOST_LAYERS = 128
 """A smaller first dim may be that of stacked layers."""
+
+
+Axes = tuple[Any, ...]
+"""For each dim of an array, the mesh axes that divide it: None, a name, or a tuple of names."""
+
+
+class Rules:
+    """The user's rules: regular expressions for paths of variables, and names of logical axes."""
+
+    def __init__(self, rules: Any, mesh: Mesh, strategy: str) -> None:
+        """Checks the rules against the mesh."""
+        if not isinstance(rules, Mapping) or not rules:
+            raise ArgumentError(
+                f"{strategy}: rules must be a non-empty dict, as {{'kernel': PartitionSpec(None, 'model')}}; "
+                f"got {rules!r:.80}."
+            )
+        self._mesh = mesh
+        self._patterns: dict[str, Axes] = {}
+        self._logical: dict[str, Any] = {}
+        for key, value in rules.items():
+            if not isinstance(key, str) or not isinstance(value, (PartitionSpec, str, type(None))):
+                raise ArgumentError(
+                    f"{strategy}: a rule maps a str to a PartitionSpec, an axis or None; got {key!r}: "
+                    f"{value!r}."
+                )
+            if why := self._add(key, value):
+                raise ArgumentError(f"{strategy}: the rule {key!r} {why}.")
+
+    def _add(self, key: str, value: Any) -> str:
+        """Adds a rule, with ``"model"`` expanded to all mesh axes of one replica; returns what is wrong."""
+        cores = tuple(name for name in self._mesh.axis_names if name.startswith(MODEL))
+        model: Any = MODEL if cores == (MODEL,) else cores
+        if not isinstance(value, PartitionSpec):
+            self._logical[key] = model if value == MODEL else value
+            return self._wrong_axes((self._logical[key],))
+        if value.unreduced or value.reduced:
+            return f"must only divide dims; got {value!r}"
+        self._patterns[key] = tuple(model if of_dim == MODEL else of_dim for of_dim in value)
+        try:
+            re.compile(key)
+        except (re.error, OverflowError, RecursionError) as error:
+            return f"is not a regular expression: {error}"
+        return self._wrong_axes(self._patterns[key])
+
+    def _wrong_axes(self, axes: Axes) -> str:
+        """Returns why the mesh cannot divide dims along these axes; empty if it can."""
+        for of_dim in axes:
+            if not isinstance(of_dim, (str, tuple, type(None))):
+                return f"must have an axis, a tuple of axes or None for each dim; got {of_dim!r}"
+        known = [name for name in self._mesh.axis_names if name != DATA]
+        names = [name for dim in axes for name in names_of(dim)]
+        if DATA in names:
+            return (
+                "names 'data', the axis of the replicas, which the strategy divides by itself "
+                "(fully_sharded=True). Rules name 'model'"
+            )
+        if unknown := [name for name in names if name not in known]:
+            return f"names the axis {unknown[0]!r}; the axes are {known}"
+        return f"uses one axis for two dims: {axes}" if len(set(names)) < len(names) else ""
+
+    def axes(self, path: str, variable: Any, shape: Sequence[int]) -> tuple[Axes, str]:
+        """Returns the axes of an array, and the rule that decided."""
+        if not (rules := self._matching(path, variable)):
+            return (None,) * len(shape), ""
+        if (spec := self._patterns.get(rules[0])) is None:
+            spec = tuple(map(self._logical.get, logical_axes(variable)))
+        text = ", ".join(map(repr, rules))
+        return self._aligned(path, spec, shape, text), f"rule {text}"
+
+    def _matching(self, path: str, variable: nnx.Variable[Any]) -> list[str]:
+        """Returns the rules for a variable: the first pattern that matches, or those of its logical axes."""
+        patterns = [pattern for pattern in self._patterns if re.search(pattern, path)][:1]
+        return patterns or [name for name in logical_axes(variable) if name in self._logical]
+
+    def _aligned(self, path: str, spec: Axes, shape: Sequence[int], rule: str) -> Axes:
+        """Returns a spec aligned with the last dims, since stacked layers have more in front."""
+        if len(spec) > len(shape):
+            raise ArgumentError(
+                f"The rule {rule} has {len(spec)} dims, and {path} has the shape {list(shape)}."
+            )
+        axes = (*(None,) * (len(shape) - len(spec)), *spec)
+        names = [name for dim in axes for name in names_of(dim)]
+        if len(set(names)) < len(names):
+            twice = [dim for dim, of_dim in enumerate(axes) if of_dim is not None]
+            raise ArgumentError(
+                f"The rules {rule} divide the dims {twice} of {path}, {list(shape)}, along one axis: {axes}. "
+                "An axis divides one dim."
+            )
+        for dim, of_dim in enumerate(axes):
+            size = self._size(of_dim)
+            if shape[dim] % size:
+                raise ArgumentError(
+                    f"The rule {rule} divides dim {dim} of {path}, {list(shape)}, among {size} devices "
+                    f"({of_dim!r}), and {shape[dim]} is not a multiple of {size}."
+                )
+        return tuple(of_dim if self._size(of_dim) > 1 else None for of_dim in axes)
+
+    def _size(self, of_dim: Any) -> int:
+        return prod(self._mesh.shape[name] for name in names_of(of_dim))
+
+    def check_matched(
+        self, variables: Sequence[nnx.Variable[Any]], paths: Sequence[str], placed: Sequence[bool]
+    ) -> None:
+        """Raises ArgumentError for a rule that matches no variable, which was renamed or the rule misspelled.
+
+        A step may reach only a part of a model; then all divided variables were ``placed`` before.
+        """
+        pairs = zip(paths, variables, strict=True)
+        matched = {rule for path, variable in pairs for rule in self._matching(path, variable)}
+        unused = [rule for rule in (*self._patterns, *self._logical) if rule not in matched]
+        if unused and not (all(placed) and (placed or matched)):
+            lines = []
+            for rule in unused:
+                near = difflib.get_close_matches(re.sub(r"[\\^$]", "", rule), paths, 3, 0.3)
+                lines.append(f"{rule!r}; the nearest are {', '.join(near or paths[:3])}")
+            raise ArgumentError(_UNUSED.format(lines=listed(lines)))
+
+
+_UNUSED = """\
+These rules match no variable of the model, so what they should divide would be replicated:
+{lines}
+A rule is a regular expression that is searched in the path of a variable, or a logical axis name of Flax. \
+strategy.placement(model) shows all paths; remove the rule if the model has no such part."""
+
+
+def names_of(of_dim: Any) -> tuple[str, ...]:
+    """Returns the mesh axes that divide one dim."""
+    if of_dim is None:
+        return ()
+    return (of_dim,) if isinstance(of_dim, str) else tuple(of_dim)
+
+
+def logical_axes(variable: nnx.Variable[Any]) -> Axes:
+    """Returns the logical axis names that Flax keeps with a variable."""
+    names = variable.get_metadata().get("out_sharding")
+    names = getattr(names, "spec", names)
+    if not isinstance(names, (tuple, list, PartitionSpec)):
+        return ()
+    return tuple(name if isinstance(name, str) else None for name in names)
 
 
 class PlacedLeaf(NamedTuple):
@@ -55,6 +195,7 @@ class PlacedLeaf(NamedTuple):
 
 Path = tuple[Any, ...]
 """The keys from a model to one of its variables."""
+Model = Mapping[Path, Any]
 
 
 @dataclass(frozen=True)
@@ -117,69 +258,56 @@ class Replicas:
         self, variables: Sequence[nnx.Variable[Any]], paths: Callable[[], Sequence[Path]]
     ) -> tuple[NamedSharding | None, ...]:
         """Returns the sharding of each leaf; None if it is replicated."""
+        leaves = [(v, leaf) for v in variables for leaf in jax.tree.leaves(v.get_raw_value())]
         if not self.shared and self.rules is None and self.optimizer_memory_kind is None:
-            return (None,) * sum(len(jax.tree.leaves(v.get_raw_value())) for v in variables)
+            return (None,) * len(leaves)
         keys = paths()
         rows = self.rows(variables, keys)
-        leaves = [(v, leaf) for v in variables for leaf in jax.tree.leaves(v.get_raw_value())]
         kinds = [self._memory_kind(v, jnp.shape(leaf)) for v, leaf in leaves]
         wanted = tuple(
             NamedSharding(self.state_mesh, row.spec, memory_kind=kind) if row.spec or kind else None
             for row, kind in zip(rows, kinds, strict=True)
         )
         if any(isinstance(v, nnx.Param) for v in variables):
-            self._check_divides(
-                [row for row, of in zip(rows, leaves, strict=True) if not self._kept_whole(*of)]
-            )
+            pairs = zip(rows, leaves, strict=True)
+            self._check_divides([row for row, of in pairs if not self._kept_whole(*of)])
             if self.rules is not None:
-                pairs = zip(leaves, wanted, strict=True)
-                placed = [_is_placed(leaf, to) for (_, leaf), to in pairs if to is not None]
+                to = zip(leaves, wanted, strict=True)
+                placed = [_is_placed(leaf, at) for (_, leaf), at in to if at is not None]
                 self.rules.check_matched(variables, list(map(path_text, keys)), placed)
         return wanted
 
-    def rows(
-        self, variables: Sequence[nnx.Variable[Any]], paths: Sequence[Path]
-    ) -> list[PlacedLeaf]:
+    def rows(self, variables: Sequence[Any], paths: Sequence[Path]) -> list[PlacedLeaf]:
         """Returns the placement of each leaf.
 
         Optimizer state is divided as its parameter: the one whose path is a suffix of its path.
         """
         pairs = list(zip(variables, paths, strict=True))
-        of_model = {path: v for v, path in pairs if not isinstance(v, nnx.OptState)}
+        model = {path: v for v, path in pairs if not isinstance(v, nnx.OptState)}
         return [
-            self._row(path, variable, leaf, of_model)
-            for variable, path in pairs
-            for leaf in jax.tree.leaves(variable.get_raw_value())
+            self._row(path, v, leaf, model)
+            for v, path in pairs
+            for leaf in jax.tree.leaves(v.get_raw_value())
         ]
 
-    def _row(
-        self,
-        path: Path,
-        variable: nnx.Variable[Any],
-        leaf: Any,
-        of_model: Mapping[Path, nnx.Variable[Any]],
-    ) -> PlacedLeaf:
-        shape = tuple(jnp.shape(leaf))
-        axes, why = self._model_axes(path, variable, shape, of_model)
-        kind = self._memory_kind(variable, shape)
-
-        def row(reason: str, dim: int | None = None) -> PlacedLeaf:
-            spec = [
-                share_axis(self.state_mesh) if i == dim else of_dim for i, of_dim in enumerate(axes)
-            ]
-            while spec and spec[-1] is None:
-                spec.pop()
-            reason += f", in {kind}" if kind else ""
-            return PlacedLeaf(path_text(path), shape, PartitionSpec(*spec), reason)
-
+    def _row(self, path: Path, variable: Any, leaf: Any, model: Model) -> PlacedLeaf:
+        shape, dim = tuple(jnp.shape(leaf)), None
+        axes, why = self._model_axes(path, variable, shape, model)
         if reason := self._kept_whole(variable, leaf):
-            return row(why or reason)
-        dim = share_dim(shape, self._shares, axes)
-        if dim is None:
-            return row(why or f"no dim is a multiple of {self._shares}")
-        groups = f" of {self.mesh.size}" if SHARD in self.state_mesh.axis_names else ""
-        of_data = f"dim {dim} is divided among {self._shares}{groups} replicas"
-        return row(f"{why}, {of_data}" if why else of_data, dim)
+            why = why or reason
+        elif (dim := share_dim(shape, self._shares, axes)) is None:
+            why = why or f"no dim is a multiple of {self._shares}"
+        else:
+            groups = f" of {self.mesh.size}" if SHARD in self.state_mesh.axis_names else ""
+            of_data = f"dim {dim} is divided among {self._shares}{groups} replicas"
+            why = f"{why}, {of_data}" if why else of_data
+        data = share_axis(self.state_mesh)
+        spec = [data if i == dim else of_dim for i, of_dim in enumerate(axes)]
+        while spec and spec[-1] is None:
+            spec.pop()
+        kind = self._memory_kind(variable, shape)
+        why += f", in {kind}" if kind else ""
+        return PlacedLeaf(path_text(path), shape, PartitionSpec(*spec), why)
 
     def _memory_kind(self, variable: nnx.Variable[Any], shape: Sequence[int]) -> str | None:
         """Returns the memory kind of an array between steps; None for the devices' default memory."""
@@ -211,40 +339,32 @@ class Replicas:
         path: Path,
         variable: nnx.Variable[Any],
         shape: tuple[int, ...],
-        of_model: Mapping[Path, nnx.Variable[Any]],
+        model: Model,
     ) -> tuple[Axes, str]:
         whole: Axes = (None,) * len(shape)
         if self.rules is None or keeps_own_values(variable):
             return whole, ""
         if isinstance(variable, nnx.OptState):
-            path = next((path[i:] for i in range(len(path)) if path[i:] in of_model), ())
-            if not path:
-                return whole, ""
-            variable = of_model[path]
-            if shape not in map(jnp.shape, jax.tree.leaves(variable.get_raw_value())):
+            path = next((path[i:] for i in range(len(path)) if path[i:] in model), ())
+            variable = model.get(path, variable)
+            leaves = jax.tree.leaves(variable.get_raw_value())
+            if not path or shape not in map(jnp.shape, leaves):
                 return whole, ""
         return self.rules.axes(path_text(path), variable, shape)
 
     def _check_divides(self, rows: Sequence[PlacedLeaf]) -> None:
         """Raises ArgumentError if parameters should be divided and none can be."""
-        if not rows or nnx.Variable not in self.shared or any(row.spec for row in rows):
-            return
-        rows = sorted(rows, key=lambda row: -prod(row.shape))
-        raise ArgumentError(
-            _NOTHING.format(
-                strategy=self.strategy,
-                replicas=self._shares,
-                lines=listed([f"{row.path}: {list(row.shape)}" for row in rows]),
-                instead=_BY_RULES if self.rules is not None else _WHOLE,
-            )
-        )
+        if rows and nnx.Variable in self.shared and not any(row.spec for row in rows):
+            rows = sorted(rows, key=lambda row: -prod(row.shape))
+            lines = listed([f"{row.path}: {list(row.shape)}" for row in rows])
+            facts = {"lines": lines, "instead": _WHOLE if self.rules is None else _BY_RULES}
+            text = _NOTHING.format(strategy=self.strategy, replicas=self._shares, **facts)
+            raise ArgumentError(text)
 
 
 def path_text(path: Sequence[Any]) -> str:
     """Returns the path of a variable as it is written in Python, as ``blocks[0].kernel``."""
-    text = "".join(
-        f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]" for key in path
-    )
+    text = "".join(f".{k}" if isinstance(k, str) and k.isidentifier() else f"[{k!r}]" for k in path)
     return text.removeprefix(".")
 
 
@@ -267,16 +387,12 @@ def share_dim(shape: Sequence[int], replicas: int, axes: Axes = ()) -> int | Non
 
     It is not one that ``axes`` of the mesh divide already.
     """
-    divided = [dim for dim, of_dim in enumerate(axes) if of_dim is not None]
-    fits = [
-        dim
-        for dim, size in enumerate(shape)
-        if size and size % replicas == 0 and dim not in divided
-    ]
-    if replicas == 1 or not fits or moved_at_once(shape) < LEAST_ELEMENTS:
+    free = [of_dim is None for of_dim in axes] or [True] * len(shape)
+    dims = [i for i, size in enumerate(shape) if size and size % replicas == 0 and free[i]]
+    if replicas == 1 or not dims or moved_at_once(shape) < LEAST_ELEMENTS:
         return None
     layers = shape[0] < MOST_LAYERS
-    return min(fits, key=lambda dim: (layers and dim == 0, dim))
+    return min(dims, key=lambda dim: (layers and dim == 0, dim))
 
 
 def share_spec(dim: int | None, axes: Any = DATA) -> PartitionSpec:
@@ -301,17 +417,16 @@ def variable_paths(
                 seen.add(id(value))
                 if isinstance(value, nnx.Variable):
                     paths.setdefault(id(value), path)
-    return [
-        paths.get(id(variable), (name,)) for variable, name in zip(variables, names, strict=True)
-    ]
+    return [paths.get(id(v), (name,)) for v, name in zip(variables, names, strict=True)]
 
 
 def modules_of(nest: Any) -> dict[Path, Any]:
     """Returns the outermost modules of a pytree, by the keys that lead to them."""
     pairs = jax.tree.leaves_with_path(nest, is_leaf=lambda x: isinstance(x, nnx.Pytree))
-    keys = [[getattr(k, "key", getattr(k, "idx", None)) for k in path] for path, _ in pairs]
     return {
-        tuple(of): x for of, (_, x) in zip(keys, pairs, strict=True) if isinstance(x, nnx.Pytree)
+        tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path): x
+        for path, x in pairs
+        if isinstance(x, nnx.Pytree)
     }
 
 

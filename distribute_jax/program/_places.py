@@ -120,7 +120,8 @@ class IdentityGuard:
         self._iterables: list[Iterable[Any]] = []
         self._items: dict[tuple[int, str], dict[Any, Any]] = {}
         self._class_items: dict[tuple[int, str], types.MappingProxyType[str, Any]] = {}
-        self._attributes: list[tuple[Any, str]] = []
+        self._owners: list[Any] = []
+        self._names: list[str] = []
         self._variables: list[Any] = []
         self._with_metadata: list[Any] = []
         self._cells: list[types.CellType] = []
@@ -153,7 +154,8 @@ class IdentityGuard:
 
     def add_attribute(self, owner: Any, name: str) -> None:
         """Guards an attribute that is not in a dict, as in a slot."""
-        self._attributes.append((owner, name))
+        self._owners.append(owner)
+        self._names.append(name)
 
     def add_metadata(self, variable: Any) -> None:
         """Guards the metadata of a variable: the user's entries, and their number."""
@@ -177,12 +179,10 @@ class IdentityGuard:
     def seal(self) -> None:
         """Prepares the lists that ``read`` maps over, once everything is added."""
         self._item_tables, self._keys = list(self._items.values()), [key for _, key in self._items]
-        self._sizes = list(map(len, self._tables))
         self._class_tables = list(self._class_items.values())
         self._class_keys = [key for _, key in self._class_items]
+        self._sizes = list(map(len, self._tables))
         self._metadata = metadata_entries(self._variables)
-        self._owners = [owner for owner, _ in self._attributes]
-        self._names = [name for _, name in self._attributes]
 
     def read(self) -> list[Any]:
         """Returns every guarded object that is there now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +18,6 @@ from distribute_jax._values import PerReplica
 from distribute_jax.program._aggregation import (
     Combine,
     Combined,
-    MergeRule,
     Relation,
     dtype_error,
     is_unchanged,
@@ -28,11 +28,10 @@ from distribute_jax.program._aggregation import (
 )
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._remarks import Notice, remarks
-from distribute_jax.program._replication import Mark, prove
+from distribute_jax.program._replication import prove
+from distribute_jax.program._replication_rules import MIRRORED, Mark
 from distribute_jax.program._trace import Call, Traced, state_outputs
 from distribute_jax.variables import Variable, VariableAggregation
-
-_MIRRORED: Mark = frozenset()
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,7 @@ class Plan:
     """Predicates and trip counts that may differ between replicas."""
 
 
-def plan(
-    call: Call, traced: Traced, options: RunOptions, before: Sequence[Mark] | None = None
-) -> Plan:
+def plan(call: Call, traced: Traced, options: RunOptions, before: list[Mark] | None = None) -> Plan:
     """Proves what is mirrored, and raises if state or a model-shaped result would diverge.
 
     ``before`` replaces the usual marks of the inputs, as for workers of parameter servers: each runs a step
@@ -81,13 +78,8 @@ def plan(
         return Plan(rules, (True,) * results, parts=(False,) * results)
     before = input_marks(call, traced) if before is None else before
     marks, diverging = prove(traced.jaxpr, before, axis_size=replicas)
-    metrics = list(_written_metrics(call, traced))
-    merges = tuple(m for rule, outs in metrics if (m := _as_merge(traced, rule, outs)) is not None)
-    special = {k: Combine.MIRRORED for _, outputs in metrics for k in outputs}
-    joint = Combine.JOINT if replicas > 1 else Combine.FIRST
-    special |= {k: joint for merge in merges for k in merge.outputs}
-    planned = list(_combine(call, traced, marks, options, special))
-    combine = tuple(_with_dtypes(call, traced, marks, planned))
+    special, merges = _of_metrics(call, traced)
+    combine = _combine(call, traced, marks, options, special)
     mirrored = tuple(not mark for mark in marks[state:])
     if options.check_sync:
         _check_model_shaped(call, traced, marks[state:])
@@ -105,47 +97,40 @@ def input_marks(call: Call, traced: Traced, differing: int = 0) -> list[Mark]:
     variables, arrays, _, counts = traced.sizes
     names, first = traced.input_names[variables + arrays :], len(call.arguments.data) - differing
     data = [
-        frozenset({name}) if i >= first or isinstance(value, PerReplica) else _MIRRORED
+        frozenset({name}) if i >= first or isinstance(value, PerReplica) else MIRRORED
         for i, (name, value) in enumerate(zip(names, call.arguments.data, strict=False))
     ]
     state = [
         frozenset({f"{name}, of which each replica has its own"})
         if keeps_own_values(variable)
-        else _MIRRORED
+        else MIRRORED
         for variable, name in zip(call.binding.variables, call.binding.names, strict=True)
         for _ in jax.tree.leaves(variable.get_raw_value())
     ]
-    return state + [_MIRRORED] * arrays + data + [_MIRRORED] * counts
+    return state + [MIRRORED] * arrays + data + [MIRRORED] * counts
 
 
-def _written_metrics(call: Call, traced: Traced) -> Iterator[tuple[MergeRule, tuple[int, ...]]]:
-    """Yields each metric that has a rule and was written, with the outputs of its parts."""
+def _of_metrics(call: Call, traced: Traced) -> tuple[dict[int, Combine], tuple[Merge, ...]]:
+    """Returns the rules of outputs of metrics that have a rule, and the merges of those that were updated.
+
+    A metric may also be assigned, as by ``reset``.
+    """
     places = {id(variable): i for i, variable in enumerate(call.binding.variables)}
-    outputs = {index: output for output, index in _first_outputs(traced)}
+    starts = itertools.accumulate(traced.written_sizes, initial=0)
+    outputs = dict(zip(traced.written, starts, strict=False))
+    inputs = {output: traced.input_starts[index] for index, output in outputs.items()}
+    joint = Combine.JOINT if num_replicas(call.mesh) > 1 else Combine.FIRST
+    special, merges = dict[int, Combine](), list[Merge]()
     for ref in call.binding.nodes:
         rule = merge_rule_of(node := ref())
         parts = [places.get(id(getattr(node, part, None))) for part in rule.parts] if rule else []
         written = tuple(outputs[part] for part in parts if part in outputs)
-        if rule and written:
-            yield rule, written
-
-
-def _as_merge(traced: Traced, rule: MergeRule, outputs: tuple[int, ...]) -> Merge | None:
-    """Returns the merge of a metric that was updated; None if it was assigned, as by ``reset``."""
-    inputs = {output: traced.input_starts[index] for output, index in _first_outputs(traced)}
-    jaxpr = traced.jaxpr.jaxpr
-    updated = all(
-        relation(jaxpr, output, inputs[output]) is not Relation.NONE for output in outputs
-    )
-    return Merge(outputs, rule.combined) if updated and len(outputs) == len(rule.parts) else None
-
-
-def _first_outputs(traced: Traced) -> Iterator[tuple[int, int]]:
-    """Yields the first output of each written variable, and the variable's index."""
-    output = 0
-    for index, size in zip(traced.written, traced.written_sizes, strict=True):
-        yield output, index
-        output += size
+        special |= {k: special.get(k, Combine.MIRRORED) for k in written}
+        related = (relation(traced.jaxpr.jaxpr, k, inputs[k]) is not Relation.NONE for k in written)
+        if rule and len(written) == len(rule.parts) and all(related):
+            merges.append(Merge(written, rule.combined))
+            special |= dict.fromkeys(written, joint)
+    return special, tuple(merges)
 
 
 def _combine(
@@ -154,38 +139,50 @@ def _combine(
     marks: Sequence[Mark],
     options: RunOptions,
     special: Mapping[int, Combine],
-) -> Iterator[Combine]:
-    """Yields the rule of each state output, and raises for those that would diverge.
+) -> tuple[Combine, ...]:
+    """Returns the rule of each state output, and raises for those that would diverge.
 
     ``special`` are the rules of outputs that belong to a metric with a rule.
     """
-    drifting: list[str] = []
-    reset: list[str] = []
-    streams: list[str] = []
+    drifting, reset, streams, refused = (list[str]() for _ in range(4))
+    jaxpr, rules = traced.jaxpr.jaxpr, list[Combine]()
     for output, (variable, name, old, beside) in enumerate(state_outputs(call, traced)):
-        rule = special.get(output, rule_for(variable))
-        to_old = Relation.PLUS
+        mark, dtype = marks[output], jaxpr.outvars[output].aval.dtype
+        rule, to_old = special.get(output, rule_for(variable)), Relation.PLUS
         if rule is Combine.INCREMENTS or isinstance(variable, nnx.metrics.MetricState):
-            to_old = relation(traced.jaxpr.jaxpr, output, old, beside)
-        # A dtype that cannot be summed is refused by ``_with_dtypes``, with a better message.
-        unsummed = dtype_error(rule, traced.jaxpr.jaxpr.outvars[output].aval.dtype)
-        if rule is Combine.INCREMENTS and to_old is not Relation.PLUS and not unsummed:
+            to_old = relation(jaxpr, output, old, beside)
+        rule = _simplified(rule, to_old, mark, dtype, options)
+        if rule is Combine.MIRRORED and mark:
+            if isinstance(variable, nnx.RngKey) and is_unchanged(jaxpr, output, old):
+                rule = Combine.UNCHANGED
+            else:
+                lines = reset if to_old is Relation.NONE else drifting
+                lines = streams if isinstance(variable, nnx.RngState) else lines
+                lines.append(_drift(name, variable, mark, to_old))
+        if why := dtype_error(rule, dtype):
+            if mark:
+                refused.append(f"{name} ({type(variable).__name__}, {dtype}): {why}.")
             rule = Combine.MIRRORED
-        if rule is Combine.MIRRORED and marks[output]:
-            if isinstance(variable, nnx.RngKey) and is_unchanged(traced.jaxpr.jaxpr, output, old):
-                yield Combine.UNCHANGED
-                continue
-            lines = reset if to_old is Relation.NONE else drifting
-            lines = streams if isinstance(variable, nnx.RngState) else lines
-            lines.append(_drift(name, variable, marks[output], to_old))
-        if rule in (Combine.MEAN, Combine.FIRST) and not marks[output]:
-            rule = Combine.MIRRORED
-        if rule is Combine.INCREMENTS and not marks[output] and options.check_sync:
-            rule = Combine.EQUAL_INCREMENTS
-        yield rule
+        rules.append(rule)
     for text, lines in ((_DRIFT, drifting), (_STREAMS, streams), (_RESET, reset)):
         if lines and options.check_sync:
             raise OutOfSyncError(text.format(replicas=_number(call), lines=listed(lines)))
+    if refused:
+        raise ArgumentError(_DTYPE.format(lines=listed(refused)))
+    return tuple(rules)
+
+
+def _simplified(
+    rule: Combine, to_old: Relation, mark: Mark, dtype: Any, options: RunOptions
+) -> Combine:
+    """Returns the rule for a new value that has a relation to the old one, and may be mirrored."""
+    if rule is Combine.INCREMENTS and to_old is not Relation.PLUS:
+        # A dtype that cannot be summed is refused later, with a better message.
+        return rule if dtype_error(rule, dtype) else Combine.MIRRORED
+    if rule in (Combine.MEAN, Combine.FIRST) and not mark:
+        return Combine.MIRRORED
+    equal = rule is Combine.INCREMENTS and not mark and options.check_sync
+    return Combine.EQUAL_INCREMENTS if equal else rule
 
 
 def _number(call: Call) -> int | str:
@@ -194,34 +191,20 @@ def _number(call: Call) -> int | str:
     return replicas if replicas > 1 else "N"
 
 
-def _with_dtypes(
-    call: Call, traced: Traced, marks: Sequence[Mark], rules: Sequence[Combine]
-) -> Iterator[Combine]:
-    """Refuses dtypes that a rule cannot combine, of values that differ between replicas."""
-    refused: list[str] = []
-    avals: list[Any] = [var.aval for var in traced.jaxpr.jaxpr.outvars]
-    for output, (variable, name, *_) in enumerate(state_outputs(call, traced)):
-        why = dtype_error(rules[output], avals[output].dtype)
-        if why and marks[output]:
-            kind = type(variable).__name__
-            refused.append(f"{name} ({kind}, {avals[output].dtype}): {why}.")
-        yield Combine.MIRRORED if why else rules[output]
-    if refused:
-        raise ArgumentError(_DTYPE.format(lines=listed(refused)))
-
-
 def _drift(name: str, variable: nnx.Variable[Any], mark: Mark, to_old: Relation) -> str:
     line = f"{name} ({type(variable).__name__}) depends on {_sources(mark)}"
     if isinstance(variable, Variable) and variable.aggregation is VariableAggregation.NONE:
-        line += (
-            ", and has no aggregation: make it with dj.Variable(…, aggregation=…), as SUM or MEAN"
-        )
-    elif to_old is Relation.OTHER:
-        line += (
-            ", and is not its old value plus something, so the replicas' changes cannot be added up: "
-            "combine the numbers before, as with all_reduce, or keep them in a dj.Variable"
-        )
-    return line
+        return f"{line}, {_NO_AGGREGATION}"
+    return f"{line}, {_NOT_ADDED}" if to_old is Relation.OTHER else line
+
+
+_NO_AGGREGATION = (
+    "and has no aggregation: make it with dj.Variable(…, aggregation=…), as SUM or MEAN"
+)
+_NOT_ADDED = (
+    "and is not its old value plus something, so the replicas' changes cannot be added up: "
+    "combine the numbers before, as with all_reduce, or keep them in a dj.Variable"
+)
 
 
 _PAIRS = """\
@@ -287,15 +270,19 @@ class ModelShaped(NamedTuple):
 def model_shaped(call: Call, traced: Traced) -> Iterator[ModelShaped]:
     """Yields the parts of the result with the structure and shapes of a mirrored argument."""
     avals = [var.aval for var in traced.jaxpr.jaxpr.outvars[sum(traced.written_sizes) :]]
-    template = traced.results
-    tree = jax.tree.unflatten(
-        template.treedef, [_ResultLeaf(kind, content) for kind, content in template.leaves]
-    )
+    template, other = traced.results, object()
+    leaves = [k if kind == "array" else other for kind, k in template.leaves]
+    tree = jax.tree.unflatten(template.treedef, leaves)
     for argument, structure, wanted in _mirrored_arguments(call):
-        for what, subtree in _subtrees(tree, structure):
-            leaves = [leaf.content for leaf in subtree if leaf.kind == "array"]
-            if len(leaves) == len(wanted) and all(map(_fits, wanted, (avals[k] for k in leaves))):
-                yield ModelShaped(argument, what, leaves, wanted)
+
+        def matches(part: Any, structure: Any = structure) -> bool:
+            return bool(jax.tree.structure(part) == structure)
+
+        for path, part in jax.tree.leaves_with_path(tree, is_leaf=matches):
+            arrays = [k for k in jax.tree.leaves(part) if k is not other]
+            is_new = matches(part) and len(arrays) == len(wanted)
+            if is_new and all(leaf.fits(avals[k]) for leaf, k in zip(wanted, arrays, strict=True)):
+                yield ModelShaped(argument, "result" + jax.tree_util.keystr(path), arrays, wanted)
 
 
 def _check_model_shaped(call: Call, traced: Traced, marks: Sequence[Mark]) -> None:
@@ -307,17 +294,8 @@ def _check_model_shaped(call: Call, traced: Traced, marks: Sequence[Mark]) -> No
             if marks[k] and not leaf.per_replica
         ]
         if bad:
-            raise OutOfSyncError(
-                _MODEL_SHAPED.format(
-                    what=what, argument=argument, replicas=_number(call), lines=listed(bad)
-                )
-            )
-
-
-@dataclass(frozen=True)
-class _ResultLeaf:
-    kind: str
-    content: Any
+            facts = {"replicas": _number(call), "lines": listed(bad)}
+            raise OutOfSyncError(_MODEL_SHAPED.format(what=what, argument=argument, **facts))
 
 
 class Leaf(NamedTuple):
@@ -330,16 +308,15 @@ class Leaf(NamedTuple):
     position: int
     """Its index among the leaves of the call."""
 
+    def fits(self, aval: Any) -> bool:
+        """True if an output has this shape and dtype."""
+        return bool(self.shape == aval.shape and self.dtype in (None, aval.dtype))
+
 
 def _leaf(leaf: Any, position: int) -> Leaf:
     per_replica = isinstance(leaf, PerReplica)
     shape = leaf.part_shape if per_replica else jnp.shape(leaf)
     return Leaf(shape, getattr(leaf, "dtype", None), per_replica, position)
-
-
-def _fits(wanted: Leaf, aval: Any) -> bool:
-    """True if an output has the shape and dtype of a leaf."""
-    return bool(wanted.shape == aval.shape and wanted.dtype in (None, aval.dtype))
 
 
 def _mirrored_arguments(call: Call) -> Iterator[tuple[str, Any, list[Leaf]]]:
@@ -355,20 +332,9 @@ def _mirrored_arguments(call: Call) -> Iterator[tuple[str, Any, list[Leaf]]]:
     for name, value, at in named:
         leaves, structure = jax.tree.flatten(value, is_leaf=lambda x: isinstance(x, PerReplica))
         arrays = all(is_array(x) or is_number(x) or isinstance(x, PerReplica) for x in leaves)
-        if leaves and arrays and not jax.tree_util.treedef_is_leaf(structure):
-            wanted = list(map(_leaf, leaves, jax.tree.leaves(at)))
-            if len(wanted) == len(leaves) and any(
-                leaf.shape and not leaf.per_replica for leaf in wanted
-            ):
-                yield name, structure, wanted
-
-
-def _subtrees(tree: Any, structure: Any) -> Iterator[tuple[str, list[_ResultLeaf]]]:
-    """Yields the parts of a result with a given structure."""
-
-    def matches(part: Any) -> bool:
-        return bool(jax.tree.structure(part) == structure)
-
-    for path, part in jax.tree_util.tree_leaves_with_path(tree, is_leaf=matches):
-        if matches(part):
-            yield "result" + jax.tree_util.keystr(path), jax.tree.leaves(part)
+        if not arrays or jax.tree_util.treedef_is_leaf(structure):
+            continue
+        wanted = list(map(_leaf, leaves, jax.tree.leaves(at)))
+        has_mirrored = any(leaf.shape and not leaf.per_replica for leaf in wanted)
+        if len(wanted) == len(leaves) and has_mirrored:
+            yield name, structure, wanted

@@ -80,6 +80,10 @@ def prove(jaxpr: Any, in_marks: Sequence[Mark], *, axis_size: int) -> Proof:
     return Proof(outs, tuple(walk.diverging))
 
 
+Marked = tuple[Any, list[Mark], list[Mark]]
+"""An equation, with the marks of its operands and of its results."""
+
+
 class Walk:
     """The abstract interpreter."""
 
@@ -117,9 +121,7 @@ class Walk:
             pass
         return [self._read(v, env) for v in jaxpr.outvars], [env[v] for v in jaxpr.invars]
 
-    def equations(
-        self, jaxpr: Any, env: dict[Any, Mark], control: Control
-    ) -> Iterator[tuple[Any, list[Mark], list[Mark]]]:
+    def equations(self, jaxpr: Any, env: dict[Any, Mark], control: Control) -> Iterator[Marked]:
         """Yields each equation with the marks of its operands and results, which are added to ``env``."""
         for eqn in jaxpr.eqns:
             operands = [self._read(v, env) for v in eqn.invars]

@@ -16,16 +16,17 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._errors import ArgumentError, log_once
 from distribute_jax.program._jaxprs import (
     Values,
+    equations_before,
     has_effects,
     initial_values,
     inputs_of,
+    is_literal,
     line,
     open_jaxpr,
     run_equations,
@@ -84,19 +85,17 @@ class RowIds:
         return array.at[self._ids].set(values, mode="drop")
 
     def local(self, eqn: Any, indices: Any) -> Any:
-        """Returns the indices of an equation, relative to these rows."""
-        flat = looked_up(eqn, indices)
+        """Returns the indices of an equation, relative to these rows; those out of range have no effect."""
+        flat = indices[..., 0].astype(jnp.int32)
+        if _clips(eqn):
+            flat = jnp.clip(flat, 0, eqn.invars[0].aval.shape[0] - 1)
         at = jnp.minimum(jnp.searchsorted(self._ids, flat), self.number - 1)
         known = (self._ids[at] == flat) & (flat >= 0) & (flat < self.rows.stop)
         return jnp.where(known, at, self.number)[..., None].astype(indices.dtype)
 
 
-def looked_up(eqn: Any, indices: Any) -> Any:
-    """Returns the row ids that an equation looks up; ids that are out of range have no effect."""
-    flat = indices[..., 0].astype(jnp.int32)
-    if "CLIP" in str(eqn.params["mode"]):
-        flat = jnp.clip(flat, 0, eqn.invars[0].aval.shape[0] - 1)
-    return flat
+def _clips(eqn: Any) -> bool:
+    return "CLIP" in str(eqn.params["mode"])
 
 
 def filled(array: Any, like: Any) -> Any:
@@ -110,9 +109,9 @@ def filled(array: Any, like: Any) -> Any:
 
 def joined(arrays: Sequence[Any]) -> Any:
     """Concatenates the parts of an array."""
-    if len(arrays) == 1:
-        return arrays[0]
-    return (np if isinstance(arrays[0], np.ndarray) else jnp).concatenate(arrays)
+    first = arrays[0]
+    np_or_jnp: Any = np if isinstance(first, np.ndarray) else jnp
+    return first if len(arrays) == 1 else np_or_jnp.concatenate(arrays)
 
 
 def parts(partitioner: Callable[..., Any] | None, most: int, name: str, like: Any) -> list[Rows]:
@@ -121,13 +120,9 @@ def parts(partitioner: Callable[..., Any] | None, most: int, name: str, like: An
     if partitioner is None or not shape:
         return []
     numbers = partitioner(shape=shape, dtype=like.dtype)
-    is_list = isinstance(numbers, (list, tuple)) and all(type(n) is int for n in numbers)
-    if (
-        not is_list
-        or len(numbers) != len(shape)
-        or min(numbers) < 1
-        or any(n > 1 for n in numbers[1:])
-    ):
+    is_list = isinstance(numbers, (list, tuple)) and len(numbers) == len(shape)
+    valid = is_list and all(type(n) is int and n >= 1 for n in numbers)
+    if not valid or max(numbers[1:], default=1) > 1:
         raise ArgumentError(_BAD_PARTITION.format(name=name, shape=shape, numbers=numbers))
     number = min(numbers[0], shape[0], most)
     size, more = divmod(shape[0], number) if number else (0, 0)
@@ -164,26 +159,23 @@ class Needs:
         """The values that are needed whole, with an equation that needs them so."""
         for eqn in reversed(eqns):
             asked = [self.rows[v] for v in eqn.outvars if v in self.rows]
-            is_whole = has_effects(eqn) or any(v in self.whole for v in eqn.outvars)
+            is_whole = self.runs_whole(eqn)
             operands = _operands(eqn, asked[0]) if asked and not is_whole else None
             if operands is None and (asked or is_whole):
                 operands = [lookups.get(id(eqn)), *[None] * (len(eqn.invars) - 1)]
-                self._need_whole(eqn.outvars, eqn)
+                for v in eqn.outvars:
+                    self.whole.setdefault(v, eqn)
             for v, of in zip(eqn.invars, operands or (), strict=False):
-                if isinstance(v, jex_core.Literal):
-                    continue
-                if of is None or self.rows.setdefault(v, of) != of:
-                    self._need_whole([v], eqn)
+                if not is_literal(v) and (of is None or self.rows.setdefault(v, of) != of):
+                    self.whole.setdefault(v, eqn)
 
-    def _need_whole(self, values: Iterable[Any], eqn: Any) -> None:
-        for v in values:
-            self.whole.setdefault(v, eqn)
+    def runs_whole(self, eqn: Any) -> bool:
+        """True if an equation has effects, or a result that is needed whole."""
+        return has_effects(eqn) or any(v in self.whole for v in eqn.outvars)
 
     def by_rows(self, eqn: Any) -> bool:
         """True if an equation runs on some rows."""
-        return any(v in self.rows for v in eqn.outvars) and not any(
-            v in self.whole for v in eqn.outvars
-        )
+        return any(v in self.rows for v in eqn.outvars) and not self.runs_whole(eqn)
 
     def is_lookup(self, eqn: Any) -> bool:
         """True if an equation reads some rows of a table."""
@@ -214,16 +206,15 @@ class Computed:
         for kind, eqns in itertools.groupby(self._needs.eqns, self._kind):
             if kind == "whole":
                 run_equations(self._jaxpr, list(eqns), self._whole, self._needs.whole)
-                continue
-            values = self._rows if kind == "by rows" else self._whole
-            for eqn in eqns if kind else ():
-                values[eqn.outvars[0]] = self._on_rows(eqn)
+            elif kind:
+                values = self._rows if kind == "by rows" else self._whole
+                values.update((eqn.outvars[0], self._on_rows(eqn)) for eqn in eqns)
 
     def _kind(self, eqn: Any) -> str:
         """Returns how an equation runs: ``"by rows"``, as a ``"lookup"``, ``"whole"``, or ``""`` (not)."""
         if self._needs.by_rows(eqn):
             return "by rows"
-        if not has_effects(eqn) and not any(v in self._needs.whole for v in eqn.outvars):
+        if not self._needs.runs_whole(eqn):
             return ""
         return "lookup" if self._needs.is_lookup(eqn) else "whole"
 
@@ -270,24 +261,22 @@ def _operands(eqn: Any, rows: Rows | RowIds) -> list[Any] | None:
     None in place of the list means that the equation cannot run on rows.
     """
     kind, params = eqn.primitive.name, eqn.params
-    shapes: list[Any] = [getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars)]
-    if len(eqn.outvars) > 1 or not shapes[-1]:
+    *shapes, out = list[Any](getattr(v.aval, "shape", ()) for v in (*eqn.invars, *eqn.outvars))
+    if len(eqn.outvars) > 1 or not out:
         return None
     if kind in SUMS:
         return [rows]
     if kind == "scatter-add" and isinstance(rows, RowIds) and takes_rows(eqn):
         return [rows, None, None]
     if kind in ELEMENTWISE or kind == "select_n":
-        fits = all(shape in ((), shapes[-1]) for shape in shapes)
-        return [rows if shape else None for shape in shapes[:-1]] if fits else None
+        fits = all(shape in ((), out) for shape in shapes)
+        return [rows if shape else None for shape in shapes] if fits else None
+    same = bool(shapes and shapes[0]) and shapes[0][0] == out[0]
     if kind == "broadcast_in_dim":
-        added = 0 not in params["broadcast_dimensions"] or shapes[0][0] != shapes[-1][0]
-        return [None if added else rows]
-    keeps = shapes[0] != () and shapes[0][0] == shapes[-1][0]
-    keeps &= kind not in _REDUCTIONS or 0 not in params["axes"]
-    keeps &= kind != "squeeze" or 0 not in params["dimensions"]
-    keeps &= kind != "reshape" or params["dimensions"] is None
-    return [rows] if keeps and kind in {*_REDUCTIONS, "squeeze", "reshape"} else None
+        return [rows if same and 0 in params["broadcast_dimensions"] else None]
+    dims = params.get("axes", params.get("dimensions")) or ()  # those of a reshape are permuted
+    keeps = same and 0 not in dims and kind in {*_REDUCTIONS, "squeeze", "reshape"}
+    return [rows] if keeps else None
 
 
 SUMS = frozenset({"psum", "psum_invariant"})
@@ -337,14 +326,9 @@ class Lookups:
         sent: Sequence[Any],
         results: Iterable[Any],
     ) -> None:
-        """Finds the lookups in a worker's equations.
+        """Finds the lookups in a worker's equations, of state that may be a table, by name.
 
-        Args:
-            eqns: the equations.
-            tables: the state that may be a table, with its name.
-            state: all state; indices must not depend on it.
-            sent: the outputs for servers.
-            results: outputs that are returned whole.
+        Indices must not depend on ``state``. ``sent`` is for servers; ``results`` are returned whole.
         """
         self.eqns, self._state = [one for eqn in eqns for one in _single(eqn)], state
         uses = {v: gathers for v in tables if (gathers := self._gathers(v))}
@@ -386,26 +370,13 @@ class Lookups:
         indices, shape = _indices(gathers), table.aval.shape
         number = sum(prod(i.aval.shape[:-1]) for i in indices)
         is_worth = prod(shape) >= _MIN_TABLE_ELEMENTS and 2 * number <= shape[0]
-        return gathers if is_worth and self._of_data(indices) else []
-
-    def _of_data(self, indices: Iterable[Any]) -> bool:
-        return self._state.isdisjoint(variables(inputs_of(self.before(indices))))
-
-    def before(self, wanted: Iterable[Any]) -> list[Any]:
-        """Returns the equations that some values depend on."""
-        needed, eqns = set(wanted), []
-        for eqn in reversed(self.eqns):
-            if needed.intersection(eqn.outvars):
-                eqns.append(eqn)
-                needed.update(variables(eqn.invars))
-        return eqns[::-1]
+        reads = variables(inputs_of(equations_before(self.eqns, indices)))
+        return gathers if is_worth and self._state.isdisjoint(reads) else []
 
     def indices(self) -> tuple[list[Any], list[Lookup]]:
         """Returns the index arrays that a worker computes before it reads tables, and the lookups."""
         atoms = list(dict.fromkeys(v for indices, _ in self.ids for v in sorted(indices, key=id)))
-        clipped = {
-            e.invars[1] for e in self.eqns if takes_rows(e) and "CLIP" in str(e.params["mode"])
-        }
+        clipped = {e.invars[1] for e in self.eqns if takes_rows(e) and _clips(e)}
         return atoms, [
             Lookup(tuple((atoms.index(v), v in clipped) for v in indices), ids.number, rows)
             for (indices, rows), ids in self.ids.items()
@@ -440,40 +411,36 @@ def unchanged(
 ) -> dict[Any, Any]:
     """Returns the values in rows that were not looked up, as far as they are known.
 
-    Args:
-        eqns: the equations that compute the values.
-        start: the values of inputs in these rows: ``ZERO``, or any object that represents the value.
-        indices: the index arrays of lookups; other rows do not change when a gradient is added at them.
+    ``start`` has those of inputs: ``ZERO``, or any object that represents the value. A gradient that is added
+    at ``indices``, those of lookups, changes no other row.
     """
     values = dict(start)
+
+    def read(v: Any) -> Any:
+        if is_literal(v):
+            return ZERO if np.ndim(v.val) == 0 and v.val == 0 else None
+        return values.get(v)
+
     for eqn in eqns:
-        operands = [
-            (ZERO if np.ndim(v.val) == 0 and v.val == 0 else None)
-            if isinstance(v, jex_core.Literal)
-            else values.get(v)
-            for v in eqn.invars
-        ]
-        if (value := _unlooked_value(eqn, operands, indices)) is not None:
+        value = _unlooked_value(eqn, list(map(read, eqn.invars)), indices)
+        if value is not None:
             values[eqn.outvars[0]] = value
     return values
 
 
 def _unlooked_value(eqn: Any, operands: Sequence[Any], indices: Collection[Any]) -> Any:
-    kind, first = eqn.primitive.name, operands[0] if operands else None
+    kind, (first, *others) = eqn.primitive.name, operands or [None]
     if kind in _KEEP_ZERO and first is ZERO:
         return None if kind == "integer_pow" and eqn.params["y"] <= 0 else ZERO
     if kind == "mul" and ZERO in operands:
         return ZERO
-    if kind in {"add", "add_any"} and ZERO in operands:
-        return operands[1] if first is ZERO else first
-    if kind == "sub" and operands[1] is ZERO:
+    if kind in {"add", "add_any"} and first is ZERO:
+        return others[0]
+    if kind in {"add", "add_any", "sub"} and others[0] is ZERO:
         return first
-    if (
-        kind in {"copy", "convert_element_type"}
-        and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
-    ):
-        return first
-    if kind == "select_n" and all(case is operands[1] for case in operands[1:]):
-        return operands[1]
+    if kind == "select_n" and all(case is others[0] for case in others):
+        return others[0]
+    if kind in {"copy", "convert_element_type"}:
+        return first if eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype else None
     is_ours = kind == "scatter-add" and eqn.invars[1] in indices and takes_rows(eqn)
     return first if is_ours else None

@@ -17,7 +17,6 @@ from math import prod
 from typing import Any, TypeVar
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
@@ -34,6 +33,7 @@ from distribute_jax._mesh import (
 )
 from distribute_jax.program._gather import Gathering, Share, ShareSpec, inline_forwarded
 from distribute_jax.program._jaxprs import (
+    Override,
     Values,
     collectives,
     has_effects,
@@ -41,19 +41,17 @@ from distribute_jax.program._jaxprs import (
     inlined,
     inputs_of,
     is_jit_of_collectives,
+    is_literal,
     outputs_of,
-    run_equations,
+    run_with,
     value_of,
     variables,
     with_inner,
 )
 from distribute_jax.program._lowerings import Compiled, FlatStep, compile_for_mesh
 from distribute_jax.program._placement import share_sharding, share_spec
-from distribute_jax.program._replication import Walk
+from distribute_jax.program._replication import Marked, Walk
 from distribute_jax.program._replication_rules import MIRRORED, Control, Mark
-
-_NOT_REPLICATED = frozenset({"a divided input"})
-
 
 _S = TypeVar("_S", bound="SplitStep")
 
@@ -70,33 +68,38 @@ def lower_split(step: FlatStep, split: type[SplitStep]) -> FlatStep:
     body = traced(step)
     outs = [v.aval for v in body.jaxpr.outvars]
     # State that is stored whole is computed in shares too, as the weights of a sharded update.
-    wanted = {
-        i: shardings.sharded_out.get(i) or share_sharding(outs[i], over)
+    stored = {
+        i: to
         for i in (*range(shardings.state), *shardings.sharded_out)
         if shardings.mirrored[i]
+        and (to := shardings.sharded_out.get(i) or share_sharding(outs[i], over)) is not None
     }
     shares = {i: ShareSpec.of(to, step.avals[i].ndim) for i, to in shardings.sharded_in.items()}
-    results = {i: ShareSpec.of(to, outs[i].ndim) for i, to in wanted.items() if to is not None}
+    results = {i: ShareSpec.of(to, outs[i].ndim) for i, to in stored.items()}
     halves = split_in(split, step, body, shares, results)
+    dims = [0 if shardings.split[i] else _dim(shares.get(i)) for i in halves.reads]
     first: Callable[..., Any] = jax.shard_map(
         lambda *inputs: halves.first(inputs),
         mesh=mesh,
-        in_specs=tuple(
-            share_spec(0 if shardings.split[i] else spec and spec.dim)
-            for i in halves.reads
-            for spec in [shares.get(i)]
-        ),
-        out_specs=jax.tree.map(lambda value: share_spec(value.dim), halves.boundary()),
+        in_specs=tuple(map(share_spec, dims)),
+        out_specs=jax.tree.map(lambda value: share_spec(_dim(value.spec)), halves.boundary()),
         axis_names=manual_axes(mesh),
         check_vma=False,
     )
-    store = {
-        i: functools.partial(
-            _stored, to=in_device_memory(to), mesh=mesh, kept=i in shardings.sharded_out
-        )
-        for i, to in wanted.items()
-        if to is not None
-    }
+
+    def storing(to: NamedSharding, is_kept: bool) -> Store:
+        """Has each replica compute its share of new state, which stays divided if it is kept so."""
+
+        def store(new: jax.Array, is_computed: bool) -> jax.Array:
+            if is_computed or is_kept:
+                new = jax.lax.with_sharding_constraint(new, in_device_memory(to))
+            if is_computed and not is_kept:
+                new = jax.lax.with_sharding_constraint(new, mirrored_sharding(mesh))
+            return new
+
+        return store
+
+    store = {i: storing(to, i in shardings.sharded_out) for i, to in stored.items()}
 
     def all_replicas(*inputs: Any) -> list[Any]:
         parts = first(*(_copies_of_groups(inputs[i], shares.get(i), over) for i in halves.reads))
@@ -117,10 +120,13 @@ def _copies_of_groups(array: Any, spec: ShareSpec | None, mesh: Mesh, *, back: b
     if spec is None or GROUP not in mesh.axis_names or spec.shares == mesh.size:
         return array
     specs = share_spec(spec.dim, SHARD), share_spec(spec.dim, (GROUP, SHARD))
-    one, every = reversed(specs) if back else specs
-    return jax.shard_map(lambda x: x, mesh=mesh, in_specs=one, out_specs=every, check_vma=False)(
-        array
-    )
+    ins, outs = reversed(specs) if back else specs
+    copy: Any = jax.shard_map(lambda x: x, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
+    return copy(array)
+
+
+def _dim(spec: ShareSpec | None) -> int | None:
+    return None if spec is None else spec.dim
 
 
 def split_in(
@@ -131,8 +137,9 @@ def split_in(
     results: Mapping[int, ShareSpec | None],
 ) -> _S:
     """Splits a traced step."""
-    marks = [_NOT_REPLICATED if split else MIRRORED for split in step.shardings.split]
-    mirrored, reshard = step.shardings.mirrored, step.reshard_after_forward
+    mirrored, differs = step.shardings.mirrored, frozenset({"a divided input"})
+    marks = [differs if split else MIRRORED for split in step.shardings.split]
+    reshard = step.reshard_after_forward
     return kind(body, marks, mirrored, step.mesh, shares, results, reshard)
 
 
@@ -148,21 +155,7 @@ def traced(step: FlatStep, opens: Callable[[Any], bool] = is_jit_of_collectives)
     return inline_forwarded(inlined(body, opens))
 
 
-def _stored(
-    new: jax.Array, computed: bool, *, to: NamedSharding, mesh: Mesh, kept: bool
-) -> jax.Array:
-    """Constrains new state so that each replica computes its share, which stays divided or is gathered."""
-    if not (computed or kept):
-        return new
-    settled: jax.Array = jax.lax.with_sharding_constraint(new, to)
-    if not kept:
-        settled = jax.lax.with_sharding_constraint(settled, mirrored_sharding(mesh))
-    return settled
-
-
-_SHARDING_PRIMITIVES = frozenset(
-    {"sharding_constraint", "layout_constraint", "shard_map", "reshard"}
-)
+_SHARDING_PRIMITIVES = {"sharding_constraint", "layout_constraint", "shard_map", "reshard"}
 """Equations whose meshes and specs are those of one replica."""
 
 
@@ -177,11 +170,6 @@ class BoundaryValue:
     aval: Any
     spec: ShareSpec | None = None
     """How it is divided; None if each replica has the whole."""
-
-    @property
-    def dim(self) -> int | None:
-        """The dim along which it is divided."""
-        return None if self.spec is None else self.spec.dim
 
     def zeros(self) -> jax.Array:
         """Returns what one replica passes for a value that it does not compute."""
@@ -212,21 +200,14 @@ class SplitStep:
 
         ``shares`` says how inputs are divided, ``results`` how outputs should be.
         """
-        self._reshard = reshard_after_forward
-        self.body, self.jaxpr, self.mesh, self.each = (
-            body,
-            body.jaxpr,
-            mesh,
-            replicas_per_device(mesh),
-        )
+        self.body, self.jaxpr, self._reshard = body, body.jaxpr, reshard_after_forward
+        self.mesh, self.each = mesh, replicas_per_device(mesh)
         self._shares = {i: spec for i, spec in shares.items() if spec is not None}
         self._wanted = _wanted(self.jaxpr, results)
         self._marks: dict[Any, Mark] = dict.fromkeys(self.jaxpr.constvars, MIRRORED)
         self._marks.update(zip(self.jaxpr.invars, marks, strict=True))
-        self._first: list[Any] = []
-        self._sums: list[Any] = []
+        self._first, self._sums, self._second = list[Any](), list[Any](), list[Any]()
         self._branches: dict[int, Branches] = {}
-        self._second: list[Any] = []
         outs = zip(self.jaxpr.outvars, mirrored, strict=True)
         self.per_replica = set(variables(v for v, same in outs if not same))
         self._needed = set(self.per_replica)
@@ -238,52 +219,43 @@ class SplitStep:
         self.reads = [i for i, v in enumerate(self.jaxpr.invars) if v in read]
         """The inputs that the first half takes."""
 
-    def is_for_each(self, eqn: Any) -> bool:
-        """True if an equation must run on each replica although its results are equal on all."""
-        return is_bound_to_replicas(eqn) or any(
-            inner.primitive.name in _SHARDING_PRIMITIVES for inner in with_inner(eqn)
-        )
-
-    def _sort(self, marked: Sequence[tuple[Any, list[Mark], list[Mark]]]) -> None:
+    def _sort(self, marked: Sequence[Marked]) -> None:
         """Assigns equations to the halves, last to first, so that the first has only what a replica needs.
 
         Each comes with the marks of its operands and results.
         """
         for eqn, operands, results in reversed(marked):
             differs = any(results)
-            needed = any(v in self._needed for v in eqn.outvars)
-            each = differs or any(operands) or self.is_for_each(eqn)
-            if not needed and not each:
+            needed = differs or any(v in self._needed for v in eqn.outvars)
+            if not (needed or any(operands) or _is_for_each(eqn)):
                 self._second.append(eqn)
-            elif not needed and not differs and _is_sum(eqn):
+                continue
+            if not needed and _is_sum(eqn):
                 self._sums.append(eqn)
-                self._needed.update(variables(eqn.invars))
-            elif not needed and not differs and _is_cond(eqn) and not operands[0]:
+            elif not needed and is_plain_cond(eqn) and not operands[0]:
                 wanted = {i: self._wanted.get(v) for i, v in enumerate(eqn.outvars)}
-                branches = Branches(eqn, operands, self, wanted)
-                self._branches[id(eqn)] = branches
+                self._branches[id(eqn)] = branches = Branches(eqn, operands, self, wanted)
                 self._second.append(eqn)
                 self._needed.update(variables(branches.reads))
+                continue
             else:
                 self._first.append(eqn)
-                self._needed.update(variables(eqn.invars))
+            self._needed.update(variables(eqn.invars))
         for eqns in (self._first, self._sums, self._second):
             eqns.reverse()
 
     def _passed(self) -> dict[Any, BoundaryValue]:
         outs = variables(self.jaxpr.outvars)
-        after = variables([*inputs_of(self._second), *outs])
+        after = dict.fromkeys(variables([*inputs_of(self._second), *outs]))
         first = outputs_of(self._first)
         passed: dict[Any, BoundaryValue] = {}
         for v in after:
             if v in self.per_replica:
-                passed[v] = BoundaryValue(
-                    v.aval, ShareSpec(0, (None,) * v.aval.ndim, self.mesh.shape[DATA])
-                )
+                spec = ShareSpec(0, (None,) * v.aval.ndim, self.mesh.shape[DATA])
+                passed[v] = BoundaryValue(v.aval, spec)
             elif v in first or self._marks.get(v):
                 passed[v] = BoundaryValue(v.aval)
-        used = set(after)
-        for v in (v for eqn in self._sums for v in eqn.outvars if v in used):
+        for v in (v for eqn in self._sums for v in eqn.outvars if v in after):
             # Results are returned whole.
             passed[v] = BoundaryValue(v.aval, None if v in outs else self._wanted.get(v))
         return passed
@@ -301,15 +273,15 @@ class SplitStep:
         wanted = [*self.passed, *self._needed]
         gathering.run(self.jaxpr, self._first, values, wanted, self.scattered())
         self.add_up(values)
-        inner = self.run_branches(values, gathering)
-        return gathering.whole([values[v] for v in self.passed]), inner
+        return self.ended(values, gathering)
 
-    def run_branches(self, values: Values, gathering: Gathering) -> list[list[Boundary]]:
-        """Runs the first halves of conditions."""
-        return [
+    def ended(self, values: Values, gathering: Gathering) -> Boundary:
+        """Runs the first halves of conditions, and returns what the first half returns."""
+        inner = [
             branches.first(gathering.whole([value_of(v, values) for v in branches.reads]))
             for branches in self._branches.values()
         ]
+        return gathering.whole([values[v] for v in self.passed]), inner
 
     def first_values(self, inputs: Sequence[Any]) -> Values:
         """Returns the inputs by variable, with divided ones as shares."""
@@ -338,15 +310,11 @@ class SplitStep:
 
     def add_up(self, values: Values) -> None:
         """Reduces over the replicas: an all-reduce, or a reduce-scatter if the sum is divided."""
-        passed, sums = self.passed, self.sums()
-        undivided = [(x, out) for x, out in sums if passed[out].spec is None]
-        totals = (
-            jax.lax.psum([value_of(x, values) for x, _ in undivided], DATA) if undivided else []
-        )
-        values.update(zip([out for _, out in undivided], totals, strict=True))
-        for x, out in sums:
-            if (spec := passed[out].spec) is not None:
-                value = value_of(x, values)
+        sums = [(out, value_of(x, values), self.passed[out].spec) for x, out in self.sums()]
+        if whole := {out: value for out, value, spec in sums if spec is None}:
+            values.update(zip(whole, jax.lax.psum([*whole.values()], DATA), strict=True))
+        for out, value, spec in sums:
+            if spec is not None:
                 share = value if isinstance(value, Share) else spec.scatter(value)
                 values[out] = share.local
 
@@ -357,25 +325,20 @@ class SplitStep:
         values, (passed, inner) = initial_values(self.body, inputs), boundary
         values.update(zip(self.passed, passed, strict=True))
         inner_of = dict(zip(self._branches, inner, strict=True))
-        wanted = [*inputs_of(self._second), *self.jaxpr.outvars]
-        to_store = {
-            v: store[i]
-            for i, v in enumerate(self.jaxpr.outvars)
-            if i in store and not isinstance(v, jex_core.Literal)
-        }
-        computed = outputs_of(self._second)
-        for has_branches, eqns in itertools.groupby(
-            self._second, lambda eqn: id(eqn) in self._branches
-        ):
-            if not has_branches:
-                run_equations(self.jaxpr, list(eqns), values, wanted)
-                continue
-            for eqn in eqns:
-                # Inside the branch, so that a branch that leaves state unchanged costs nothing.
-                early = {i: to_store.pop(v) for i, v in enumerate(eqn.outvars) if v in to_store}
-                self._branches[id(eqn)].second(values, inner_of[id(eqn)], early)
+        outs, computed = self.jaxpr.outvars, outputs_of(self._second)
+        to_store = {v: store[i] for i, v in enumerate(outs) if i in store and not is_literal(v)}
+
+        def override_of(eqn: Any) -> Override:
+            if (branches := self._branches.get(id(eqn))) is None:
+                return None
+            # Inside the branch, so that a branch that leaves state unchanged costs nothing.
+            early = {i: to_store.pop(v) for i, v in enumerate(eqn.outvars) if v in to_store}
+            return functools.partial(branches.second, inner_of[id(eqn)], early)
+
+        wanted = [*inputs_of(self._second), *outs]
+        run_with(self.jaxpr, self._second, values, wanted, override_of)
         values.update((v, put(value_of(v, values), v in computed)) for v, put in to_store.items())
-        return [value_of(v, values) for v in self.jaxpr.outvars]
+        return [value_of(v, values) for v in outs]
 
 
 class Branches:
@@ -388,8 +351,7 @@ class Branches:
         around: SplitStep,
         wanted: Mapping[int, ShareSpec | None],
     ) -> None:
-        self.eqn = eqn
-        mirrored, of = [True] * len(eqn.outvars), type(around)
+        of, mirrored = type(around), [True] * len(eqn.outvars)
         self.halves = [
             of(body, operands[1:], mirrored, around.mesh, {}, wanted)
             for body in eqn.params["branches"]
@@ -416,31 +378,26 @@ class Branches:
         return outs
 
     def second(
-        self, values: Values, boundary: Sequence[Boundary], store: Mapping[int, Store]
-    ) -> None:
+        self, boundary: Sequence[Boundary], store: Mapping[int, Store], index: Any, *operands: Any
+    ) -> list[Any]:
         """Runs the second half of the branch that is taken."""
-        index, *inputs = (value_of(v, values) for v in self.eqn.invars)
         branches = [
             lambda inputs, parts, k=k, halves=halves: halves.second(inputs, parts[k], store)
             for k, halves in enumerate(self.halves)
         ]
-        outs = jax.lax.switch(index, branches, inputs, boundary)
-        values.update(zip(self.eqn.outvars, outs, strict=True))
+        outs: list[Any] = jax.lax.switch(index, branches, list(operands), boundary)
+        return outs
 
 
-def _wanted(jaxpr: jex_core.Jaxpr, results: Mapping[int, ShareSpec | None]) -> dict[Any, ShareSpec]:
+def _wanted(jaxpr: Any, results: Mapping[int, ShareSpec | None]) -> dict[Any, ShareSpec]:
     """Returns the specs of values that divided results are computed from, if of the same shape."""
     outs = [(jaxpr.outvars[i], spec) for i, spec in results.items()]
-    wanted = {v: spec for v, spec in outs if spec and not isinstance(v, jex_core.Literal)}
+    wanted = {v: spec for v, spec in outs if spec and not is_literal(v)}
     for eqn in reversed(jaxpr.eqns):
         for v, out in itertools.product(variables(eqn.invars), eqn.outvars):
-            if out in wanted and _shape(v) == _shape(out):
+            if out in wanted and getattr(v.aval, "shape", None) == out.aval.shape:
                 wanted.setdefault(v, wanted[out])
     return wanted
-
-
-def _shape(v: Any) -> Any:
-    return getattr(v.aval, "shape", None)
 
 
 def is_bound_to_replicas(eqn: Any) -> bool:
@@ -455,13 +412,19 @@ def draws_by_shape(eqn: Any) -> bool:
     return of_rbg or eqn.primitive.name in {"rng_bit_generator", "rng_uniform"}
 
 
+def _is_for_each(eqn: Any) -> bool:
+    """True if an equation must run on each replica although its results are equal on all."""
+    inside = (inner.primitive.name for inner in with_inner(eqn))
+    return is_bound_to_replicas(eqn) or not _SHARDING_PRIMITIVES.isdisjoint(inside)
+
+
 def _is_sum(eqn: Any) -> bool:
     """True if an equation only sums arrays over all replicas."""
     usual = eqn.params.get("axes") == (DATA,) and eqn.params.get("axis_index_groups") is None
-    literal = any(isinstance(v, jex_core.Literal) for v in eqn.invars)
-    boolean = any(v.aval.dtype == bool for v in eqn.invars)
-    return eqn.primitive.name == "psum" and usual and not literal and not boolean
+    arrays = not any(is_literal(v) or v.aval.dtype == bool for v in eqn.invars)
+    return eqn.primitive.name == "psum" and usual and arrays
 
 
-def _is_cond(eqn: Any) -> bool:
+def is_plain_cond(eqn: Any) -> bool:
+    """True if an equation is a condition without effects."""
     return eqn.primitive.name == "cond" and not has_effects(eqn)

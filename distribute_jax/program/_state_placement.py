@@ -38,11 +38,10 @@ def place_state(
 
     A leaf that has its sharding of ``shardings`` already keeps it; all others are replicated.
     """
-    mesh, wanted, divided = replicas.mesh, replicas.state, iter(shardings)
+    mesh, divided = replicas.mesh, iter(shardings)
     raws = read_raw(binding.variables)
     check_arrays(binding)
     _check_one_strategy(binding, raws, mesh)
-
     placed, moved = [], []
     for variable, name, raw in zip(binding.variables, binding.names, raws, strict=True):
         leaves, treedef = jax.tree.flatten(raw)
@@ -50,10 +49,7 @@ def place_state(
         if keeps_own_values(variable):
             placed.append(on_replicas(cast("Variable", variable), mesh))
             continue
-        new = [
-            leaf if there is not None and _is_placed(leaf, there) else _placed(leaf, wanted)
-            for leaf, there in zip(leaves, to, strict=True)
-        ]
+        new = [_placed(leaf, replicas.state, at) for leaf, at in zip(leaves, to, strict=True)]
         placed.append(jax.tree.unflatten(treedef, new))
         if any(map(operator.is_not, leaves, new)):
             moved.append((name, leaves))
@@ -62,19 +58,17 @@ def place_state(
         _warn(moved, mesh, replicas.parameter_device)
 
 
-def _is_placed(leaf: Any, wanted: Sharding) -> bool:
+def _is_placed(leaf: Any, to: Sharding | None) -> bool:
     """True if an array has a sharding, or was donated: that is refused by name if the step reads it."""
     return isinstance(leaf, jax.Array) and (
-        is_donated(leaf) or leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
+        is_donated(leaf) or (to is not None and leaf.sharding.is_equivalent_to(to, leaf.ndim))
     )
 
 
-def _placed(leaf: Any, wanted: Sharding) -> Any:
-    if _is_placed(leaf, wanted):
+def _placed(leaf: Any, to: Sharding, divided: Sharding | None) -> Any:
+    if _is_placed(leaf, divided) or _is_placed(leaf, to):
         return leaf
-    if isinstance(leaf, jax.Array):
-        return put(fresh_copy(leaf), wanted)
-    return put(jnp.asarray(leaf), wanted)
+    return put(fresh_copy(leaf) if isinstance(leaf, jax.Array) else jnp.asarray(leaf), to)
 
 
 def fresh_copy(leaf: jax.Array) -> jax.Array:
@@ -96,17 +90,14 @@ def _warn(
 ) -> None:
     """Warns of state that was stored on other devices; another memory of the right device is fine."""
     sharded, outside = [], []
+    device = None if parameter_device is None else parameter_device.device
     for name, leaves in moved:
         arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
         if any(sharding_over(array, mesh) for array in arrays):
             sharded.append(name)
-        elif parameter_device is None or any(
-            array.devices() != {parameter_device.device} for array in arrays
-        ):
+        elif device is None or any(array.devices() != {device} for array in arrays):
             outside.append(name)
-    where = "are mirrored over its devices"
-    if parameter_device is not None:
-        where = f"are stored on {parameter_device.device}"
+    where = "are mirrored over its devices" if device is None else f"are stored on {device}"
     for text, names in ((_SHARDED, sharded), (_OUTSIDE, outside)):
         if names:
             warn_user(text.format(n=len(names), lines=listed(names, 3), where=where))
@@ -132,24 +123,16 @@ def check_arrays(binding: Binding, *more: type) -> None:
 
 def _check_one_strategy(binding: Binding, raws: list[Any], mesh: Mesh) -> None:
     """Raises MixedStrategiesError for state on the devices of another strategy."""
-    mixed = {
-        name: f"{name}: stored on {_devices(other)}"
-        for name, raw in zip(binding.names, raws, strict=True)
-        for leaf in jax.tree.leaves(raw)
-        if (other := _other_mesh(leaf, mesh)) is not None
-    }
+    mixed = {}
+    for name, raw in zip(binding.names, raws, strict=True):
+        for leaf in jax.tree.leaves(raw):
+            to = leaf.sharding if isinstance(leaf, jax.Array) else None
+            other = to.mesh if isinstance(to, NamedSharding) and to.mesh.size > 1 else mesh
+            if _devices(other) != _devices(mesh):
+                mixed[name] = f"{name}: stored on {_devices(other)}"
     if mixed:
         lines = listed(list(mixed.values()))
         raise MixedStrategiesError(_MIXED.format(mesh=_devices(mesh), lines=lines))
-
-
-def _other_mesh(leaf: Any, mesh: Mesh) -> Any:
-    """Returns the mesh of an array if it has other devices; else None."""
-    if not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, NamedSharding):
-        return None
-    other = leaf.sharding.mesh
-    same = other.devices.flatten().tolist() == mesh.devices.flatten().tolist()
-    return other if other.size > 1 and not same else None
 
 
 def _devices(mesh: Any) -> str:
@@ -175,48 +158,49 @@ This strategy replicates them."""
 
 
 def on_parameter_device(compile_on_mesh: Compile, parameter_device: ParameterDevice) -> Compile:
-    """Returns a lowering whose programs take mirrored values from one device, and return them there."""
-    return lambda step: _sending(compile_on_mesh(step), parameter_device, step)
+    """Returns a lowering whose programs take mirrored values from one device, and return them there.
 
+    Such a program gets the inputs sent, and one replica's copy of each mirrored output is fetched.
+    """
+    device = parameter_device.device
 
-def _sending(compiled: Compiled, parameter_device: ParameterDevice, step: FlatStep) -> Compiled:
-    """Sends the inputs, runs the program, and fetches one replica's copy of mirrored outputs."""
-    mesh, shardings, donated = step.mesh, step.shardings, tuple(step.donated)
-    wanted = shardings.in_shardings(mesh)
-    devices = [
-        d for d in mesh.devices.flat if d.process_index == parameter_device.device.process_index
-    ]
-    near = devices.index(parameter_device.device) if parameter_device.device in devices else 0
-    fetched = [i for i, mirrored in enumerate(shardings.mirrored) if mirrored]
-    to = [
-        parameter_device.state if i < shardings.state else parameter_device.results for i in fetched
-    ]
+    def compile_step(step: FlatStep) -> Compiled:
+        compiled, shardings, donated = compile_on_mesh(step), step.shardings, tuple(step.donated)
+        wanted, state = shardings.in_shardings(step.mesh), shardings.state
+        devices = [d for d in step.mesh.devices.flat if d.process_index == device.process_index]
+        near = devices.index(device) if device in devices else 0
+        fetched = [i for i, mirrored in enumerate(shardings.mirrored) if mirrored]
+        to = [parameter_device.state if i < state else parameter_device.results for i in fetched]
 
-    def run(*flat: Any) -> list[Any]:
-        outs = list(compiled(*_sent(flat, wanted)))
-        for i in donated:
-            if isinstance(flat[i], jax.Array):
-                flat[i].delete()  # its copies were donated, and the new value needs the memory
-        copies = jax.device_put([outs[i].addressable_data(near) for i in fetched], to)
-        for i, copy in zip(fetched, copies, strict=True):
-            outs[i] = copy if i < shardings.state else uncommitted(copy)
-        return outs
+        def run(*flat: Any) -> list[Any]:
+            outs = list(compiled(*_sent(flat, wanted)))
+            for i in donated:
+                if isinstance(flat[i], jax.Array):
+                    flat[i].delete()  # its copies were donated, and the new value needs the memory
+            copies = jax.device_put([outs[i].addressable_data(near) for i in fetched], to)
+            for i, copy in zip(fetched, copies, strict=True):
+                outs[i] = copy if i < state else uncommitted(copy)
+            return outs
 
-    return run
+        return run
+
+    return compile_step
 
 
 def _sent(flat: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
     """Moves every array to the program's sharding, in one call; Python numbers stay."""
     arrays = [i for i, x in enumerate(flat) if isinstance(x, jax.Array)]
     there = jax.device_put([flat[i] for i in arrays], [wanted[i] for i in arrays])
-    sent = list(flat)
-    for i, array in zip(arrays, there, strict=True):
-        sent[i] = array
-    return sent
+    sent = dict(zip(arrays, there, strict=True))
+    return [sent.get(i, x) for i, x in enumerate(flat)]
 
 
 LARGE_STATE = 1 << 30
 """Bytes that are logged if they were replicated before they are divided."""
+_LARGE = (
+    "%.1f GiB of state were created on every device, and are now divided among them. Make the model "
+    "with strategy.create(lambda: Model(...)), so that no device holds all of it."
+)
 
 
 def divide_state(binding: Binding, shardings: Sequence[NamedSharding | None]) -> None:
@@ -234,11 +218,7 @@ def divide_state(binding: Binding, shardings: Sequence[NamedSharding | None]) ->
             write_raw([variable], [new])
             total += moved
     if total > LARGE_STATE:
-        log_once(
-            "%.1f GiB of state were created on every device, and are now divided among them. Make the "
-            "model with strategy.create(lambda: Model(...)), so that no device holds all of it.",
-            total / 2**30,
-        )
+        log_once(_LARGE, total / 2**30)
 
 
 _DONATED = """\
@@ -279,14 +259,9 @@ def snapshot(tree: Any) -> Any:
     _context.require_loop_thread("dj.snapshot")
     with step_lock:  # a step of another thread would take some of the arrays, or hold tracers
         state = nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
-        leaves = jax.tree_util.tree_leaves_with_path(
-            state, is_leaf=lambda node: isinstance(node, nnx.Variable)
-        )
-        donated_paths = [
-            path_text(path) for path, x in leaves if any(map(is_donated, jax.tree.leaves(x)))
-        ]
-        if donated_paths:
-            raise DonatedError(_DONATED.format(lines=listed(donated_paths)))
+        pairs = jax.tree.leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        if donated := [path_text(k) for k, x in pairs if any(map(is_donated, jax.tree.leaves(x)))]:
+            raise DonatedError(_DONATED.format(lines=listed(donated)))
         return jax.tree.map(_copied, state)
 
 

@@ -141,7 +141,7 @@ def _verify_auto(call: Call, entry: BoundProgram, values: Sequence[Any], flat: l
         return True
     if not lines:
         comparison.log_means()
-        return not chosen or comparison.has_changed
+        return not chosen or comparison.has_changed()
     if call.arguments.counts is not None and entry.program.padding is None:
         # A padding leak would be the more precise error.
         run_checked_for_leaks(call, entry, values, copied(flat))
@@ -207,13 +207,14 @@ class _Comparison:
         if call.arguments.has_batch and not mirrored and entry.program.per_example is None:
             entry.program.per_example = per_example_results(call, entry)
 
-    @property
     def has_changed(self) -> bool:
         """True if the step changed a floating-point output that is compared."""
         _, _, before, many, _ = self._native
-        floating = [k for k in self.chosen if spacing_of(many[k])]
-        pairs = ((_old_on_host(before[k], many[k]), on_host(many[k])) for k in floating)
-        return not all(exactly_equal(old, new) for old, new in pairs)
+        return not all(
+            exactly_equal(_old_on_host(before[k], many[k]), on_host(many[k]))
+            for k in self.chosen
+            if spacing_of(many[k])
+        )
 
     def log_means(self) -> None:
         """Logs once each scalar result that is a mean, where the results are summed."""
@@ -246,13 +247,7 @@ class _Comparison:
             return [], []
         try:
             with jax.enable_x64(True):
-                exact = self._in_float64()
-                unequal = self._unequal(exact, differing, _EXACT, 8 * self._spacing)
-                if 2 * len(unequal) < len(self.chosen):
-                    flat = self._native.flat
-                    run, _ = in_float64(self.call, self.entry, flat, inexact_terms=True)
-                    unequal = self._unequal(exact._replace(run=run), unequal, _EXACT, _EXACT)
-                far = self._compare(exact, unequal, OTHER_ORDER, only=Verdict.UNEQUAL)
+                unequal, far = self._unequal_in_float64(differing)
             # If they are far apart in float64 only, some operation means something else there.
             confirmed = self._compare(self._native, far, OTHER_ORDER)
             unequal = {k: line for k, line in unequal.items() if k in confirmed or k not in far}
@@ -271,13 +266,19 @@ class _Comparison:
         dropped = derived(self.call, program.traced, self.single.program.traced, equal)
         return {k: item for k, item in differing.items() if k not in dropped or not mirrored[k]}
 
-    def _in_float64(self) -> _Outcomes:
+    def _unequal_in_float64(self, differing: _Differing) -> tuple[_Differing, _Differing]:
+        """Returns the outputs that are unequal in float64, and those of them that are far apart."""
         run, flat = in_float64(self.call, self.entry, self._native.flat)
         many = as_read(self.entry, run(flat))
         with outside_mesh(), components_on(self.entry.binding, self.single.program.mesh):
             run_one, flat_one = in_float64(self._single_call, self.single, self._single_flat)
             one = as_read(self.single, run_one(flat_one))
-        return _Outcomes(run, flat, self._before(flat), many, one)
+        exact = _Outcomes(run, flat, self._before(flat), many, one)
+        unequal = self._unequal(exact, differing, _EXACT, 8 * self._spacing)
+        if 2 * len(unequal) < len(self.chosen):
+            run, _ = in_float64(self.call, self.entry, self._native.flat, inexact_terms=True)
+            unequal = self._unequal(exact._replace(run=run), unequal, _EXACT, _EXACT)
+        return unequal, self._compare(exact, unequal, OTHER_ORDER, only=Verdict.UNEQUAL)
 
     def _before(self, flat: list[Any]) -> list[Any]:
         before: list[Any] = [0.0 if i is None else flat[i] for i in self._old]
@@ -313,8 +314,7 @@ class _Comparison:
         only: Verdict | None = None,
     ) -> _Differing:
         """Returns the outputs that are not equal, or those of ``only`` one verdict."""
-        names = self.entry.output_names()
-        differing: _Differing = {}
+        names, differing = self.entry.output_names(), _Differing()
         for k in indices:
             if outcomes.many[k] is None:  # ON_READ without aggregation has no value to compare
                 continue
@@ -331,16 +331,12 @@ class _Comparison:
         right, eps = on_host(outcomes.one[k]), spacing_of(outcomes.many[k])
         program, result = self.entry.program, k - self.entry.state_size
         if result >= 0 and not program.plan.mirrored[result]:
-            known = program.per_example
+            rows = result in program.results.declared
             line = difference(
-                left,
-                right,
-                rows=known[result] if known else result in program.results.declared,
-                counts=self.call.arguments.counts,
-                eps=eps,
-                relative=32 * eps if relative is None else relative,
-                noise=noise,
-            )
+                left, right, rows=program.per_example[result] if program.per_example else rows,
+                counts=self.call.arguments.counts, eps=eps,
+                relative=32 * eps if relative is None else relative, noise=noise,
+            )  # fmt: skip
             return (Verdict.UNEQUAL, line) if line else (Verdict.EQUAL, "")
         if left.shape != right.shape:
             text = f"shape {left.shape} on the replicas, {right.shape} on one device"
@@ -350,11 +346,9 @@ class _Comparison:
             left, right, old, eps=eps, relative=relative, noise=noise, every=self._strict
         )
         if verdict in (Verdict.TOO_SMALL, Verdict.NOISE):
-            many, one = largest(left - old), largest(right - old)
-            return verdict, (
-                f"changed by up to {many:.3g}, on one device by {one:.3g}, at values up to "
-                f"{largest(right):.3g}"
-            )
+            many, one, size = map(largest, (left - old, right - old, right))
+            text = f"changed by up to {many:.3g}, on one device by {one:.3g}, at values up to {size:.3g}"
+            return verdict, text
         return verdict, _unequal_text(left, right, old, num_replicas(self.call.mesh))
 
 
@@ -414,14 +408,12 @@ def _unequal_text(left: Array, right: Array, old: Array, replicas: int) -> str:
         return f"differs by up to {largest(left.astype(np.float64) - right):.3g}"
     if not same_specials(left, right):
         return "has NaNs or infinities in other places than on one device"
-    left, right, old = finite(left), finite(right), finite(old)
+    left, right, old = map(finite, (left, right, old))
     gap = np.abs(left - right)
-    most = int(np.argmax(gap))
-    change = float(np.abs(right - old).flat[most])
+    change = float(np.abs(right - old).flat[int(np.argmax(gap))])
     ratio = _ratio(left - old, right - old, replicas)
-    return f"differs by up to {float(gap.flat[most]):.3g}" + (
-        ratio or f", where one device changes it by {change:.3g}"
-    )
+    more = ratio or f", where one device changes it by {change:.3g}"
+    return f"differs by up to {largest(gap):.3g}{more}"
 
 
 def _ratio(left: Array, right: Array, replicas: int) -> str:

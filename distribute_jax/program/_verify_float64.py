@@ -5,20 +5,28 @@ The equations of the trace are evaluated again, so that dtypes in the user's cod
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._mesh import put
 from distribute_jax._messages import is_key
 from distribute_jax.program._call import BoundProgram
-from distribute_jax.program._jaxprs import CALLS, ClosedJaxpr, bodies, open_jaxpr, run_bodies
+from distribute_jax.program._jaxprs import (
+    CALLS,
+    ClosedJaxpr,
+    bodies,
+    initial_values,
+    is_literal,
+    open_jaxpr,
+    run_bodies,
+)
 from distribute_jax.program._lowerings import compile_shard_map, flat_step
 from distribute_jax.program._trace import Call
 
@@ -48,11 +56,12 @@ def in_float64(
         program.plan,
         program.order,
         call.binding.captured_arrays(),
-        _with_inexact_terms if inexact_terms else _exactly,
+        functools.partial(_evaluating, inexact_terms),
     )
     where = step.shardings.in_shardings(step.mesh)
     inputs = [put(_on_host(x), to) for x, to in zip(flat, where, strict=True)]
-    compiled = compile_shard_map(replace(step, avals=list(map(_aval, inputs)), runs_once=True))
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
+    compiled = compile_shard_map(replace(step, avals=avals, runs_once=True))
     return lambda flat: compiled(*flat), inputs
 
 
@@ -65,10 +74,6 @@ def _on_host(x: Any) -> Any:
     return array.astype(np.int32 if narrow else wide(array.dtype))
 
 
-def _aval(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
 def wide(dtype: Any) -> Any:
     """Returns float64 for a floating dtype, complex128 for a complex one, else the dtype itself."""
     if jnp.issubdtype(dtype, jnp.floating):
@@ -76,14 +81,11 @@ def wide(dtype: Any) -> Any:
     return np.dtype(np.complex128) if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
 
 
-def _exactly(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
-    return lambda *inputs: evaluated(jaxpr, inputs)
-
-
-def _with_inexact_terms(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
+def _evaluating(inexact_terms: bool, jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
     def evaluate(*inputs: Any) -> list[Any]:
         numbers = [x for x in inputs if jnp.issubdtype(x.dtype, jnp.floating)]
-        token = _seed.set(_ANGLE_SCALE * sum(jnp.sum(x.astype(jnp.float64)) for x in numbers))
+        total = sum(jnp.sum(x.astype(jnp.float64)) for x in numbers if inexact_terms)
+        token = _seed.set(_ANGLE_SCALE * total if inexact_terms else None)
         try:
             return evaluated(jaxpr, inputs)
         finally:
@@ -96,9 +98,7 @@ _seed: ContextVar[Any] = ContextVar("_seed", default=None)
 """The seed of the random errors, in a step with inexact terms."""
 _ANGLE_SCALE = 1e16
 """Large enough that a change in the last digit of the sum of inputs makes another angle."""
-_SUMS = frozenset(
-    ("add", "add_any", "sub", "reduce_sum", "cumsum", "dot_general", "conv_general_dilated")
-)
+_SUMS = {"add", "add_any", "sub", "reduce_sum", "cumsum", "dot_general", "conv_general_dilated"}
 _TERM_ERROR = 2.0**-44
 """More than the rounding error of a sum in float64, and far less than a difference that matters."""
 
@@ -112,28 +112,23 @@ def _inexact(x: Any) -> Any:
 
 def evaluated(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr with every floating number in float64."""
-    consts, jaxpr = getattr(jaxpr, "consts", ()), open_jaxpr(jaxpr)
-    values = dict(zip(jaxpr.constvars, map(_widened, consts), strict=True))
-    values |= dict(zip(jaxpr.invars, map(_widened, inputs), strict=True))
+    values = {v: _widened(x) for v, x in initial_values(jaxpr, inputs).items()}
 
     def read(var: Any) -> Any:
-        if isinstance(var, jex_core.Literal):
-            aval: Any = var.aval
-            return np.asarray(var.val, wide(aval.dtype))
-        return values[var]
+        return np.asarray(var.val, wide(var.aval.dtype)) if is_literal(var) else values[var]
 
-    for eqn in jaxpr.eqns:
+    for eqn in open_jaxpr(jaxpr).eqns:
         operands = list(map(read, eqn.invars))
         if _seed.get() is not None and eqn.primitive.name in _SUMS:
             operands = list(map(_inexact, operands))
         outs = _RULES.get(eqn.primitive.name, _bound)(eqn, operands)
         values.update(zip(eqn.outvars, map(_widened, outs), strict=True))
-    return list(map(read, jaxpr.outvars))
+    return list(map(read, open_jaxpr(jaxpr).outvars))
 
 
 def _widened(x: Any) -> Any:
     dtype = wide(x.dtype)
-    if dtype is x.dtype or dtype == x.dtype:
+    if dtype == x.dtype:
         return x
     return jax.lax.convert_element_type(x, dtype) if isinstance(x, jax.Array) else x.astype(dtype)
 
@@ -163,12 +158,9 @@ def _wide_parameter(name: str, value: Any) -> Any:
 
 def _narrow(eqn: Any, values: list[Any]) -> Sequence[Any]:
     """Applies the primitive in its own dtypes."""
-    inputs = [_cast(x, var.aval) for x, var in zip(values, eqn.invars, strict=True)]
+    pairs = zip(values, (v.aval.dtype for v in eqn.invars), strict=True)
+    inputs = [x if x.dtype == to else jax.lax.convert_element_type(x, to) for x, to in pairs]
     return _outputs(eqn, eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params)))
-
-
-def _cast(x: Any, aval: Any) -> Any:
-    return x if x.dtype == aval.dtype else jax.lax.convert_element_type(x, aval.dtype)
 
 
 def _outputs(eqn: Any, outs: Any) -> Sequence[Any]:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import jax
-import jax.extend.core as jex_core
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -23,7 +22,7 @@ from distribute_jax.program._aggregation import Combine, keeps_own_values
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._capture import captures
-from distribute_jax.program._jaxprs import RANDOM, equations, has_effects, line
+from distribute_jax.program._jaxprs import RANDOM, equations, has_effects, is_literal, line
 from distribute_jax.program._plan import model_shaped
 from distribute_jax.program._trace import Call, Traced
 from distribute_jax.program._undo import StepCounts
@@ -41,38 +40,35 @@ def compared_outputs(call: Call, entry: BoundProgram, flat: list[Any]) -> list[i
 
     These are the state for the next step. Other results, and metrics, may be meant for each replica.
     """
-    program = entry.program
-    trained = [_is_trained(v) for v in entry.outputs]
+    program, plan = entry.program, entry.program.plan
     returned = [k for one in model_shaped(call, program.traced) for k in one.results]
-    if not any(trained) and not returned:
-        return []
+    kinds = nnx.Param, nnx.OptState
+    trained = any(isinstance(v, kinds) or _is_optimizer_state(v) for v in entry.outputs)
     batches = [v for v in call.arguments.data if isinstance(v, PerReplica)]
-    if not is_local(call.mesh) or any(v.layout is Layout.STACKED for v in batches):
-        return []
-    rules = set(program.plan.combine)
     statistics = any("batch_stats" in name for name in entry.output_names())
-    if statistics or rules & {Combine.MEAN, Combine.FIRST}:
-        return []
-    if not _repeatable(entry):
+    if (
+        not (trained or returned)
+        or not is_local(call.mesh)
+        or any(v.layout is Layout.STACKED for v in batches)
+        or statistics
+        or not {Combine.MEAN, Combine.FIRST}.isdisjoint(plan.combine)
+        or has_effects(program.traced.jaxpr)
+        or _has_primitive(entry, (*_SIDE_EFFECTS, *RANDOM))
+    ):
         return []
     batch = {id(v.global_array) for v in batches}
     arrays = (x for x in flat if isinstance(x, jax.Array) and id(x) not in batch)
     if sum(x.nbytes for x in arrays) >= _MAX_BYTES:
         return []
-    rules_of = zip(program.plan.combine, _written(entry), strict=True)
-    state = [k for k, (rule, v) in enumerate(rules_of) if _equals_one_device(rule, v)]
+    rules = zip(plan.combine, _written(entry), strict=True)
+    state = [k for k, (rule, v) in enumerate(rules) if _equals_one_device(rule, v)]
     return [*state, *(entry.state_size + k for k in returned)]
 
 
 def every_output(entry: BoundProgram) -> list[int]:
     """Returns all outputs except the counts of a ``Guard``, which name one replica."""
-    written = _written(entry)
-    counts = {k for k, v in enumerate(written) if isinstance(v, StepCounts)}
+    counts = {k for k, v in enumerate(_written(entry)) if isinstance(v, StepCounts)}
     return [k for k in range(len(entry.output_names())) if k not in counts]
-
-
-def _is_trained(variable: nnx.Variable[Any]) -> bool:
-    return isinstance(variable, (nnx.Param, nnx.OptState)) or _is_optimizer_state(variable)
 
 
 def _is_optimizer_state(variable: nnx.Variable[Any]) -> bool:
@@ -91,11 +87,6 @@ def _equals_one_device(rule: Combine, variable: nnx.Variable[Any]) -> bool:
     return not counts and rule is Combine.MIRRORED
 
 
-def _repeatable(entry: BoundProgram) -> bool:
-    acts = has_effects(entry.program.traced.jaxpr) or _has_primitive(entry, _SIDE_EFFECTS)
-    return not acts and not draws_random_numbers(entry)
-
-
 def draws_random_numbers(entry: BoundProgram) -> bool:
     """True if a step draws random numbers, rather than only advances a stream."""
     return _has_primitive(entry, RANDOM)
@@ -112,23 +103,20 @@ def scales_by_number(call: Call, many: BoundProgram, one: BoundProgram) -> bool:
     It does so on one device too, so a difference means nothing.
     """
     replicas = num_replicas(call.mesh)
-    scales = (float(replicas), 1 / replicas)
-    reached = [*captures(call.fn).values, *call.arguments.leaves]
-    if not any(_is_one_of(value, scales) for value in reached):
+
+    def is_scale(value: Any) -> bool:
+        number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+        return number and any(abs(float(value) - s) < 1e-6 for s in (replicas, 1 / replicas))
+
+    if not any(map(is_scale, [*captures(call.fn).values, *call.arguments.leaves])):
         return False
-    used = [{v for v in _literals(entry) if _is_one_of(v, scales)} for entry in (many, one)]
-    return bool(used[0] & used[1])
-
-
-def _is_one_of(value: Any, scales: tuple[float, ...]) -> bool:
-    number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-    return number and any(abs(float(value) - scale) < 1e-6 for scale in scales)
+    return not set(filter(is_scale, _literals(many))).isdisjoint(_literals(one))
 
 
 def _literals(entry: BoundProgram) -> Iterator[float]:
     """Yields the floating scalars among the literals of a program."""
     eqns = equations(entry.program.traced.jaxpr.jaxpr)
-    literals: Any = (v for eqn in eqns for v in eqn.invars if isinstance(v, jex_core.Literal))
+    literals = (v for eqn in eqns for v in eqn.invars if is_literal(v))
     return (float(v.val) for v in literals if not v.aval.shape and v.aval.dtype.kind == "f")
 
 
@@ -147,9 +135,8 @@ def derived(call: Call, many: Traced, one: Traced, equal: Sequence[int]) -> list
     same += range(starts[-1], data)
     same += [data + k for k, v in enumerate(call.arguments.data) if not isinstance(v, PerReplica)]
     numbers: dict[Any, int] = {}
-    outputs = [_numbered(traced, same, equal, numbers) for traced in (many, one)]
-    pairs = enumerate(zip(*outputs, strict=True))
-    return [k for k, (left, right) in pairs if left is not None and left == right]
+    pairs = zip(*(_numbered(traced, same, equal, numbers) for traced in (many, one)), strict=True)
+    return [k for k, (left, right) in enumerate(pairs) if left is not None and left == right]
 
 
 def _numbered(
@@ -159,12 +146,12 @@ def _numbered(
 
     Equal expressions get equal numbers, also in several traces that share ``numbers``.
     """
-    jaxpr, literal = traced.jaxpr.jaxpr, jex_core.Literal
+    jaxpr = traced.jaxpr.jaxpr
     known: dict[Any, Any] = {jaxpr.invars[k]: ("input", k) for k in same}
-    outputs = {v: ("output", k) for k in equal if not isinstance(v := jaxpr.outvars[k], literal)}
+    outputs = {v: ("output", k) for k in equal if not is_literal(v := jaxpr.outvars[k])}
 
     def read(var: Any) -> Any:
-        if isinstance(var, literal):
+        if is_literal(var):
             return str(var.aval), np.asarray(var.val).tobytes()
         return known.get(var)
 

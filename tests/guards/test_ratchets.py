@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_547,
+    lines: 50_202,
     lines_of_tests: 49_342,
-    files: 205,
+    files: 204,
     pieces: 0,
     private_words: 0,
     private_imports: 32,
