@@ -70,10 +70,16 @@ class Arguments:
     """True if a distributed batch is among the arguments."""
     batches: int
     """The number of leaves that are ``PerReplica``s."""
-    is_repeatable: bool = False
-    """True if all leaves are arrays or full batches, so that :class:`RepeatedArguments` may be noted."""
     shardings: tuple[NamedSharding | None, ...] = ()
     """How each of ``data`` is sharded in the program; empty if none is."""
+
+    @property
+    def is_repeatable(self) -> bool:
+        """True if all leaves are arrays or full batches, so that :class:`RepeatedArguments` may be noted."""
+        whole = self.counts is None and not self.shardings
+        return whole and all(
+            type(x) in _COMMON_TYPES or isinstance(x, jax.Array) for x in self.leaves
+        )
 
     def with_data(self, data: list[Any]) -> Arguments:
         """Returns the same arguments with other data, and the counts of that data."""
@@ -105,15 +111,12 @@ def flatten_arguments(
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_one_leaf)
     signature: list[Any] = [treedef, trace_settings()]
     bound: list[Any] = []
-    is_repeatable = False
     if _COMMON_TYPES.issuperset(map(type, leaves)):  # the fast path, of most steps
         batches = [leaf for leaf in leaves if type(leaf) is PerReplica]
         joined = [batch for batch in batches if batch.layout is Layout.JOINED]
         if len(joined) < len(batches) and any(map(_has_padded_rows, batches)):
             leaves = [_as_batch(leaf) if type(leaf) is PerReplica else leaf for leaf in leaves]
             batches = [leaf for leaf in leaves if type(leaf) is PerReplica]
-        else:
-            is_repeatable = not divided
         signature += [
             _batch_signature(leaf, mesh)
             if type(leaf) is PerReplica
@@ -132,7 +135,7 @@ def flatten_arguments(
         signature += shardings
     return Arguments(
         treedef, tuple(signature), data, kinds, leaves, bound, counts, bool(joined), len(batches),
-        is_repeatable and counts is None, shardings,
+        shardings,
     )  # fmt: skip
 
 
@@ -143,11 +146,12 @@ class RepeatedArguments:
     types are leaves, and a compiled step returns arrays with the identical avals each time.
     """
 
-    __slots__ = ("_avals", "_settings", "_treedef", "_types", "batches")
+    __slots__ = ("_array_types", "_avals", "_settings", "_treedef", "_types", "batches")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], batches: int) -> None:
         leaves, treedef = jax.tree.flatten((args, kwargs))
         self._treedef: Any = treedef
+        self._array_types = frozenset(map(type, leaves))
         self._avals = list(map(_aval, leaves))
         self._types = list(map(_aval_type, self._avals))
         self._settings = trace_settings()
@@ -158,7 +162,7 @@ class RepeatedArguments:
         leaves, treedef = jax.tree.flatten((args, kwargs))
         if (
             treedef != self._treedef
-            or not _ARRAYS.issuperset(map(type, leaves))
+            or not self._array_types.issuperset(map(type, leaves))
             or trace_settings() != self._settings
         ):
             return None
@@ -170,7 +174,6 @@ class RepeatedArguments:
         return leaves
 
 
-_ARRAYS = frozenset({ARRAY})
 _aval = operator.attrgetter("aval")
 _aval_type = operator.attrgetter("shape", "dtype", "weak_type")
 

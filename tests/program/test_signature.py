@@ -269,9 +269,11 @@ def test_a_full_batch_after_full_batches_is_not_classified_and_a_partial_one_is(
     """The padding of the partial batch does not count."""
     batches = list(s2.distribute_dataset([np.ones(4, np.float32)] * 3 + [np.ones(3, np.float32)]))
     entered: list[str] = []
+    key = jax.random.key(0)
 
-    def step(x: jax.Array) -> jax.Array:
-        return dj.get_replica_context().all_reduce("sum", dj.compute_average_loss(x))
+    def step(x: jax.Array, key: jax.Array) -> jax.Array:
+        ones = jnp.where(jax.random.uniform(key) < 2, x, 0)
+        return dj.get_replica_context().all_reduce("sum", dj.compute_average_loss(ones))
 
     def profile(frame: Any, event: str, arg: Any) -> None:
         if event == "call":
@@ -282,7 +284,7 @@ def test_a_full_batch_after_full_batches_is_not_classified_and_a_partial_one_is(
         entered.clear()
         sys.setprofile(profile)
         try:
-            results.append(float(s2.run(step, args=(batch,))))
+            results.append(float(s2.run(step, args=(batch, key))))
         finally:
             sys.setprofile(None)
         classified.append("flatten_arguments" in entered)
