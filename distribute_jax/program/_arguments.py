@@ -76,10 +76,8 @@ class Arguments:
     @property
     def is_repeatable(self) -> bool:
         """True if all leaves are arrays or full batches, so that :class:`RepeatedArguments` may be noted."""
-        whole = self.counts is None and not self.shardings
-        return whole and all(
-            type(x) in _COMMON_TYPES or isinstance(x, jax.Array) for x in self.leaves
-        )
+        are_arrays = (type(x) in _COMMON_TYPES or isinstance(x, jax.Array) for x in self.leaves)
+        return self.counts is None and not self.shardings and all(are_arrays)
 
     def with_data(self, data: list[Any]) -> Arguments:
         """Returns the same arguments with other data, and the counts of that data."""
@@ -142,8 +140,8 @@ def flatten_arguments(
 class RepeatedArguments:
     """The structure and types of the arrays of one call, to recognise another call of the same signature.
 
-    This takes a fraction of the time of :func:`flatten_arguments`, since JAX flattens without asking which
-    types are leaves, and a compiled step returns arrays with the identical avals each time.
+    Unlike in :func:`flatten_arguments` JAX need not ask which types are leaves, and steps return arrays with
+    identical avals each time.
     """
 
     __slots__ = ("_array_types", "_avals", "_settings", "_treedef", "_types", "batches")

@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_202,
+    lines: 50_203,
     lines_of_tests: 49_342,
     files: 204,
     pieces: 0,
