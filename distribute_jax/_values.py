@@ -39,9 +39,9 @@ class Layout(enum.Enum):
 
 _HOW_TO_COMBINE = """\
 Use strategy.reduce('sum', value, axis=None) or strategy.gather(value, axis=0) for one array, \
-strategy.experimental_local_results(value) for a tuple of them, or reduce it in the step: \
-dj.get_replica_context().all_reduce('sum', x). A step is not called directly: \
-strategy.run(step, args=(value,)) calls it with the part of each replica."""
+strategy.reduce('mean', value) for an average, strategy.experimental_local_results(value) for a tuple of \
+them, or reduce it in the step: dj.get_replica_context().all_reduce('sum', x). A step is not called \
+directly: strategy.run(step, args=(value,)) calls it with the part of each replica."""
 
 
 @checked
