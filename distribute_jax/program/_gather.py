@@ -147,7 +147,7 @@ class Gathering:
         ``scattered`` are stacked results of scans that are reduce-scattered next, with the spec of the sum:
         the reduce-scatter moves into the scan, so that whole gradients are never stacked.
         """
-        needed = set(variables([*wanted, *inputs_of(eqns)]))
+        needed = variables([*wanted, *inputs_of(eqns)])  # a set would put carries in any order
 
         def override_of(eqn: Any) -> Override:
             scatters = name(eqn) == "scan" and not scattered.keys().isdisjoint(eqn.outvars)
@@ -181,7 +181,7 @@ class Gathering:
         self,
         jaxpr: Jaxpr,
         eqn: Any,
-        needed: set[Any],
+        needed: list[Any],
         scattered: Mapping[Any, ShareSpec],
         *args: Any,
     ) -> list[Any]:
@@ -238,7 +238,7 @@ class Gathering:
         return _join_shares(run_with_body(eqn, body, local), out_specs)
 
     def _scan(
-        self, eqn: Any, args: Sequence[Any], needed: set[Any], scattered: Mapping[Any, ShareSpec]
+        self, eqn: Any, args: Sequence[Any], needed: list[Any], scattered: Mapping[Any, ShareSpec]
     ) -> list[Any]:
         """Runs a scan over layers that gathers parameters and reduce-scatters gradients layer by layer."""
         num_consts, num_carry = consts_and_carries(eqn)
