@@ -322,11 +322,13 @@ def is_data(key: str, member: Any) -> bool:
 
 
 def function_of(member: Any) -> types.FunctionType | None:
-    """Returns the function behind a method, property or cached property."""
+    """Returns the function behind a method, property, cached property or partial method."""
     if isinstance(member, (staticmethod, classmethod)):
         member = member.__func__
     if isinstance(member, property):
         member = member.fget
-    if isinstance(member, functools.cached_property):
+    if isinstance(member, (functools.cached_property, functools.partialmethod)):
         member = member.func
+    if isinstance(member, functools.singledispatchmethod):
+        member = member.dispatcher
     return member if isinstance(member, types.FunctionType) else None

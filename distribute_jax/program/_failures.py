@@ -46,7 +46,7 @@ def step_failure(step: str, program: Program, error: Exception, *, lost: bool) -
     return StepFailedError(f"{step}: {what}{describe_processes()}")
 
 
-def is_runtime_failure(error: Exception) -> bool:
+def is_runtime_failure(error: BaseException) -> bool:
     """True if a program failed while it ran, rather than because of the types of its inputs.
 
     If XLA runs a program in the calling thread, JAX raises a ValueError with XLA's text.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import functools
 import gc
+import operator
+import re
 import types
 import weakref
 from array import array
@@ -48,7 +50,9 @@ _MAX_CONSTANT_BYTES = 65536
 """A captured NumPy array of more bytes is an input of the program, not a constant."""
 
 _PLAIN_TYPES = (str, bytes, bool, int, float, complex, type(None), enum.Enum, np.generic, np.dtype)
-_CONTAINERS = (dict, list, set, tuple, frozenset, types.MappingProxyType)
+_VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+_CONTAINERS = (dict, list, set, tuple, frozenset, *_VIEWS)
+_GETTERS = (operator.attrgetter, operator.methodcaller)
 
 _PROXIES = (weakref.ProxyType, weakref.CallableProxyType)
 
@@ -193,7 +197,7 @@ class Walker:
     def _container(self, value: Any, name: str, place: CapturePath) -> Any:
         if isinstance(value, dict):
             items: Any = self._table(value, name)
-        elif isinstance(value, types.MappingProxyType):  # a view of a dict, which may change
+        elif isinstance(value, _VIEWS):  # of a dict, which may change
             items = tuple(self.visit(below, name, place) for below in gc.get_referents(value))
         else:
             if isinstance(value, (list, set)):
@@ -219,6 +223,8 @@ class Walker:
     def _callable(self, value: Any, name: str) -> Any:
         module = getattr(value, "__module__", None)
         if is_library(module) and not _wraps_user_code(value):
+            if isinstance(value, _GETTERS):  # their names are in no code
+                self._used.names.update(re.findall(r"\w+", repr(value)))
             return self._closure(value, name) if is_optax(module) else opaque_key(value)
         if isinstance(value, functools.partial):
             for part in ("func", "args", "keywords"):
@@ -339,15 +345,20 @@ def _check_holds_no_numpy(holder: Any, name: str) -> None:
 
 
 def _wraps_user_code(value: Any) -> bool:
-    if isinstance(value, functools.partial):
+    made_by_exec = isinstance(value, types.FunctionType) and value.__module__ is None
+    if made_by_exec or isinstance(value, functools.partial):
         return True
     inner = getattr(value, "__wrapped__", None)
     return inner is not None and not is_library(getattr(inner, "__module__", None))
 
 
-def _rules(value: Any) -> list[tuple[str, types.FunctionType]]:
+def _rules(value: Any) -> list[tuple[str, Any]]:
     """Returns the other functions of a library's wrapper, such as the rules of a ``custom_vjp``."""
-    if isinstance(value, types.FunctionType) or not is_library(type(value).__module__):
+    while isinstance(value, functools.partial):
+        value = value.func
+    if isinstance(value, types.FunctionType):  # maybe of functools.singledispatch
+        return [("registry", vars(value)["registry"])] if "registry" in vars(value) else []
+    if not is_library(type(value).__module__):
         return []
     inner, table = getattr(value, "__wrapped__", None), getattr(value, "__dict__", None) or {}
     return [

@@ -29,6 +29,8 @@ import numpy as np
 
 from distribute_jax._errors import ContextError, StepFailedError, UnsupportedError
 from distribute_jax._interrupts import interrupts_held_back
+from distribute_jax._messages import error_text
+from distribute_jax.program._failures import is_runtime_failure
 from distribute_jax.program._halves import Halves
 from distribute_jax.program._part import as_key, as_numbers, export_part
 from distribute_jax.servers._coordinator import Coordinator
@@ -145,7 +147,7 @@ class Engine:
                     worker = None
                     self._coordinator.give_up(attempt, error if error.has_work else None)
                 except BaseException as error:
-                    self._coordinator.fail(closure, error)
+                    self._coordinator.fail(closure, _explained(closure.program.bound.step, error))
                 else:
                     self._coordinator.hand_over(attempt, results)
         except BaseException as error:
@@ -153,6 +155,14 @@ class Engine:
             self._coordinator.fail_for_good(error)
         finally:
             self._end(worker)
+
+
+def _explained(step: str, error: BaseException) -> BaseException:
+    if not is_runtime_failure(error):
+        return error
+    explained = StepFailedError(f"{step} failed on a worker: {error_text(error)}")
+    explained.__cause__ = error
+    return explained
 
 
 _SERVER_PLATFORM = "cpu"

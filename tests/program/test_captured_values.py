@@ -10,6 +10,7 @@ import array
 import contextvars
 import dataclasses
 import functools
+import operator
 import threading
 import types
 import weakref
@@ -176,6 +177,31 @@ def _read_only_view() -> Way:
     return lambda: held["rate"], lambda new: below.update(rate=new)
 
 
+def _function_made_by_exec() -> Way:
+    scope: dict[str, Any] = {"rate": 1.0}
+    exec("def read(): return rate", scope)
+    return scope["read"], partial(scope.__setitem__, "rate")
+
+
+class Rated:
+    rate = 1.0
+
+    def _times(self, factor: float) -> float:
+        return factor * self.rate
+
+    once = functools.partialmethod(_times, 1.0)
+    by_class = functools.singledispatchmethod(_times)
+
+
+@functools.singledispatch
+def rate_by_class(held: Any) -> float:
+    return 0.0
+
+
+rate_by_class.register(Rated, lambda held: held.rate)
+vars(Rated)["by_class"].register(float, lambda self, factor: factor * self.rate)
+
+
 class Renaming:
     def __getattribute__(self, name: str) -> Any:
         return object.__getattribute__(self, "_" + name if name == "rate" else name)
@@ -320,6 +346,11 @@ def _dropout(rate: float) -> Any:
         lambda: (partial(min, at := array.array("d", [1.0])), partial(at.__setitem__, 0)),
         lambda: (partial(min, at := bytearray(1)), lambda new: at.__setitem__(0, int(new))),
         lambda: item_of(np.array([at := {"rate": 1.0}]), lambda held: held[0]["rate"], at),
+        lambda: item_of((at := {"rate": 1.0}).values(), max, at),
+        lambda: rate_of(Rated(), operator.methodcaller("_times", 1.0)),
+        lambda: rate_of(Rated(), lambda held: held.once()),
+        lambda: rate_of(Rated(), rate_by_class),
+        lambda: rate_of(Rated(), lambda held: held.by_class(1.0)),
         _attribute_that_may_be_missing,
     ],
 )

@@ -311,6 +311,18 @@ def failing(coordinator: Any) -> tuple[list[Any], Callable[[], None]]:
     return results, lambda: coordinator.join(SECONDS)
 
 
+def test_a_callback_that_raises_fails_its_closure_with_the_name_of_the_step() -> None:
+    """As under ``run``, not with an error of JAX."""
+    _, coordinator = of_servers()
+
+    def load(x: Any) -> Any:
+        return jax.pure_callback(lambda _: open("/none"), jax.ShapeDtypeStruct((), x.dtype), x)
+
+    value = coordinator.schedule(load, args=(jnp.float32(1),))
+    with pytest.raises(dj.StepFailedError, match=r"load failed on a worker: .*No such file"):
+        value.fetch()
+
+
 def test_join_raises_a_worker_error_and_cancels_waiting_closures() -> None:
     """``join`` raises it once; what had not begun is cancelled; then closures run again."""
     _, coordinator = of_servers(1)
