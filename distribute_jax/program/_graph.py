@@ -50,7 +50,7 @@ _MAX_CONSTANT_BYTES = 65536
 """A captured NumPy array of more bytes is an input of the program, not a constant."""
 
 _PLAIN_TYPES = (str, bytes, bool, int, float, complex, type(None), enum.Enum, np.generic, np.dtype)
-_VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+_VIEWS: Any = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
 _CONTAINERS = (dict, list, set, tuple, frozenset, *_VIEWS)
 _GETTERS = (operator.attrgetter, operator.methodcaller)
 
