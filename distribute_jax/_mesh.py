@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 import jax
@@ -206,6 +207,21 @@ def _put_local_shards(value: Any, to: Sharding) -> jax.Array:
             for device, index in to.addressable_devices_indices_map(whole.shape).items()
         ]
     return jax.make_array_from_single_device_arrays(whole.shape, to, shards, dtype=whole.dtype)
+
+
+def explicit_transfers() -> AbstractContextManager[None]:
+    """Returns a context in which JAX's guard takes transfers as explicit, as those of ``device_put`` are."""
+    ways = "host_to_device", "device_to_device", "device_to_host"
+    guards = {getattr(jax.config, f"jax_transfer_guard_{way}") for way in ways}
+    return jax.transfer_guard("allow") if guards & {"log", "disallow"} else nullcontext()
+
+
+def program_input(value: np.ndarray[Any, Any], mesh: Mesh) -> Any:
+    """Returns an array for a compiled program, which is not transferred before unless JAX guards that."""
+    if isinstance(context := explicit_transfers(), nullcontext):
+        return value
+    with context:
+        return jax.make_array_from_callback(value.shape, mirrored_sharding(mesh), value.__getitem__)
 
 
 def local_copy_of_replicated(array: jax.Array) -> jax.Array:

@@ -153,8 +153,7 @@ def _one_row(counts: Sequence[int], share: int, which: int) -> np.ndarray[Any, n
 def _replacer(mesh: Mesh) -> Callable[..., list[jax.Array]]:
     def replace(arrays: list[jax.Array], rows: jax.Array, real: jax.Array) -> list[jax.Array]:
         others = [array[rows] for array in arrays]
-        equal = [(a == b).all() for a, b in zip(arrays, others, strict=True)]
-        unchanged = jnp.stack(equal).all()
+        unchanged = jnp.stack([(a == b).all() for a, b in zip(arrays, others, strict=True)]).all()
         return [
             jnp.where(
                 real.reshape(-1, *[1] * (array.ndim - 1)),

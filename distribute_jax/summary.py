@@ -266,8 +266,7 @@ def image(
         images = np.clip(np.nan_to_num(images.astype(np.float64)), 0, 1) * 255 + 0.5
     _, height, width, _ = array.shape
     files = [_png(pixels) for pixels in images.astype(np.uint8)]
-    strings = np.array([str(width).encode(), str(height).encode(), *files], object)
-    return write(strings)
+    return write(np.array([str(width).encode(), str(height).encode(), *files], object))
 
 
 def text(name: str, data: Any, step: int | None = None, description: str | None = None) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
+import os
 import platform
 import re
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -98,6 +102,7 @@ def made_by(devices: int) -> dict[str, Any]:
     }
 
 
+@functools.cache  # it reads a file
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -236,3 +241,16 @@ def check_files(folder: object, digests: Mapping[str, str], expected: Mapping[st
     ]
     if faults:
         raise CheckpointDamagedError(f"{folder} is not what was written:\n{listed(faults)}")
+
+
+def remove_tree(folder: Any) -> None:
+    """Removes a folder, with one descriptor at a time, also if Orbax's threads still write to it."""
+    tries = 40
+    while tries and os.path.exists(folder):
+        tries -= 1
+        for path, _, files in os.walk(folder, topdown=False):
+            with suppress(OSError):
+                for name in files:
+                    os.unlink(os.path.join(path, name))
+                os.rmdir(path)
+        time.sleep(0.05)

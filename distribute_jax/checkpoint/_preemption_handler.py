@@ -219,8 +219,7 @@ class PreemptionCheckpointHandler:
         """Returns a watcher that is true when it is time to save again; never on a process without notice."""
         if notice is None:
             return lambda: False
-        first_save = time.monotonic() - notice
-        margin = _MARGIN_STEPS * self._mean_seconds + first_save + _POLL_SECONDS
+        margin = _MARGIN_STEPS * self._mean_seconds + (time.monotonic() - notice) + _POLL_SECONDS
         limit = notice + self._grace - margin
         return lambda: time.monotonic() > limit
 

@@ -302,7 +302,7 @@ def _sharded(leaf: StoredLeaf, slot: Slot) -> jax.Array:
 
 def _key(data: np.ndarray[Any, Any], current: jax.Array) -> jax.Array:
     impl = jax.random.key_impl(current)
-    return jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
+    return jax.random.wrap_key_data(jax.device_put(data), impl=impl)
 
 
 def _placed(value: Any, slot: Slot) -> jax.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -147,8 +147,9 @@ def make_draft(directory: Directory, name: str, tree: Any, step: int | None, met
         check_same_tree(slots, method)
         token = by_chief(method, lambda: secrets.token_hex(4))
         texts, pieces = copy_to_host(slots)
-    specs, origin = [slot.spec for slot in slots], made_by(_device_count(slots))
-    return Draft(directory, name, step, token, specs, texts, pieces, origin)
+    arrays = (slot.current for slot in slots if isinstance(slot.current, jax.Array))
+    origin = made_by(max((len(array.sharding.device_set) for array in arrays), default=1))
+    return Draft(directory, name, step, token, [s.spec for s in slots], texts, pieces, origin)
 
 
 def _readable_slots(tree: Any, method: str) -> list[Slot]:
@@ -164,11 +165,6 @@ def _readable_slots(tree: Any, method: str) -> list[Slot]:
     return slots
 
 
-def _device_count(slots: Sequence[Slot]) -> int:
-    arrays = (slot.current for slot in slots if isinstance(slot.current, jax.Array))
-    return max((len(array.sharding.device_set) for array in arrays), default=1)
-
-
 def restore_tree(
     directory: Directory, name: str, manifest_of: Callable[[], Manifest], tree: Any, method: str
 ) -> Any:
@@ -178,8 +174,7 @@ def restore_tree(
     def read(manifest: Manifest) -> tuple[list[Slot], Callable[[], Any], list[Any]]:
         slots, rebuild = slots_of(tree)
         check_fit(where, manifest.leaves, slots)
-        leaves = read_leaves(directory, name, manifest, slots)
-        return slots, rebuild, new_values(leaves, slots)
+        return slots, rebuild, new_values(read_leaves(directory, name, manifest, slots), slots)
 
     with step_lock, doing(RESTORING):  # a step of another thread would overwrite the new values
         manifest = on_all(method, manifest_of)

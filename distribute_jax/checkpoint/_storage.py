@@ -24,6 +24,7 @@ from distribute_jax._errors import (
     MissingPackageError,
 )
 from distribute_jax._messages import error_text
+from distribute_jax.checkpoint import _manifest
 from distribute_jax.checkpoint._manifest import ARRAYS, DAMAGED, MANIFEST, check_files, is_step_name
 
 try:
@@ -106,7 +107,7 @@ class DiskDirectory:
             yield
         finally:
             os.close(lock)
-            shutil.rmtree(new, ignore_errors=True)
+            _manifest.remove_tree(new)
 
     def _draft(self, name: str, token: str) -> Path:
         return self.path / self.draft_folder(name, token)
@@ -234,6 +235,9 @@ def _create_locked(path: Path) -> int:
         except (FileExistsError, FileNotFoundError):  # another program's `prepare` removed it
             if not path.parent.is_dir():
                 raise
+        except OSError:  # no descriptors are left
+            path.rmdir()
+            raise
         else:
             if _lock(lock) and path.is_dir():  # not removed before it was locked
                 return lock
@@ -250,10 +254,8 @@ def _lock(lock: int, *, wait: bool = False) -> bool:
         return True
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
     return True
 
 

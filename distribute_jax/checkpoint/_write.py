@@ -188,8 +188,7 @@ def _write_pieces(draft: Draft, process: int) -> dict[str, Any]:
             fill_named = partial(fill, named=named)
             files |= draft.directory.write_arrays(draft.name, draft.token, folder, fill_named)
         for piece in pieces:
-            sha256 = digest_of(piece.data)
-            part = Part(folder, piece.name, piece.start, piece.data.shape, sha256)
+            part = Part(folder, piece.name, piece.start, piece.data.shape, digest_of(piece.data))
             parts.append([piece.leaf, piece.data.dtype.name, asdict(part)])
     return {"files": files, "parts": parts}
 

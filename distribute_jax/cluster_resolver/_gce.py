@@ -268,8 +268,7 @@ def _name(item: dict[str, Any]) -> str:
 
 
 def _internal_ip(instance: dict[str, Any]) -> str:
-    interfaces = instance.get("networkInterfaces") or [{}]
-    ip = interfaces[0].get("networkIP")
+    ip = (instance.get("networkInterfaces") or [{}])[0].get("networkIP")
     if not ip:
         raise ClusterError(
             f"GCEClusterResolver: the instance {instance.get('name')!r} has no address inside the network."

@@ -235,8 +235,7 @@ class TPUClusterResolver(ClusterResolver):
             zone = zone or server.text("/instance/zone").rpartition("/")[2]
         path = f"projects/{quote(project)}/locations/{quote(zone)}/nodes/{quote(self._tpu or '')}"
         if self._service is not None:
-            nodes = self._service.projects().locations().nodes()
-            return dict(nodes.get(name=path).execute())
+            return dict(self._service.projects().locations().nodes().get(name=path).execute())
         root = os.environ.get(API_ROOT, _API)
         if self._discovery_url is not None:
             url = urlsplit(self._discovery_url)
@@ -265,11 +264,13 @@ def _slice_of_metadata(timeout: float) -> _Slice:
     number = server.text(f"{_ATTRIBUTES}agent-worker-number").strip()
     hosts = parse_endpoints(server.text(f"{_ATTRIBUTES}worker-network-endpoints"))
     try:
-        variables = parse_variables(server.text(f"{_ATTRIBUTES}tpu-env"))
+        lines = server.text(f"{_ATTRIBUTES}tpu-env").splitlines()
+        pairs = [line.partition(":") for line in lines if ":" in line]
     except ServiceError as error:
         if error.status != 404:  # not every TPU VM has it
             raise
-        variables = {}
+        pairs = []
+    variables = {name.strip(): value.strip().strip("'") for name, _, value in pairs}
     return _slice(hosts, number, {**variables, **os.environ})
 
 
@@ -307,9 +308,3 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
             )
         hosts.append(parts[-1])
     return tuple(hosts)
-
-
-def parse_variables(text: str) -> dict[str, str]:
-    """Returns the variables of ``tpu-env``."""
-    pairs = [line.partition(":") for line in text.splitlines() if ":" in line]
-    return {name.strip(): value.strip().strip("'") for name, _, value in pairs}

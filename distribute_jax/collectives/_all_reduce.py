@@ -190,8 +190,7 @@ def _sum_joined(arrays: Sequence[jax.Array], pieces: int, sum_array: SumArray) -
     vector = jnp.concatenate([array.ravel() for array in arrays])
     parts = jnp.split(vector, split_points(vector.size, pieces))
     total = jnp.concatenate([sum_array(part) for part in parts])
-    ends = list(accumulate(array.size for array in arrays))
-    vectors = jnp.split(total, ends[:-1])
+    vectors = jnp.split(total, list(accumulate(array.size for array in arrays))[:-1])
     return [v.reshape(array.shape) for v, array in zip(vectors, arrays, strict=True)]
 
 

@@ -269,8 +269,7 @@ def _on_each_device(mesh: Mesh, function: Callable[..., jax.Array]) -> Callable[
 def _devices_by_part(array: jax.Array) -> list[list[jax.Device]]:
     groups: dict[Any, list[jax.Device]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
-        part = tuple((s.start, s.stop) for s in index)
-        groups.setdefault(part, []).append(device)
+        groups.setdefault(tuple((s.start, s.stop) for s in index), []).append(device)
     return [sorted(group, key=_by_id) for group in groups.values()]
 
 

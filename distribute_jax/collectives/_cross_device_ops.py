@@ -197,8 +197,7 @@ class RingAllReduce(CrossDeviceOps):
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
         replicas = jax.lax.axis_size(axis_name)
         padded = jnp.pad(value.ravel(), (0, -value.size % replicas))
-        finished = _reduce_scatter(padded.reshape(replicas, -1), axis_name)
-        chunks = _all_gather(finished, axis_name)
+        chunks = _all_gather(_reduce_scatter(padded.reshape(replicas, -1), axis_name), axis_name)
         return assume_mirrored(chunks.ravel()[: value.size].reshape(value.shape))
 
 

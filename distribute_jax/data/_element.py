@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from distribute_jax._mesh import (
+    explicit_transfers,
     is_local,
     local_replicas,
     num_replicas,
@@ -51,7 +52,7 @@ class HostElement:
         counts = None if set(all_counts) == {share} else tuple(all_counts)
         leaves, treedef = jax.tree.flatten(self.batch)
         # Inside scope() the mesh context would refuse any computation on one device.
-        with outside_mesh():
+        with outside_mesh(), explicit_transfers():
             if _one_transfer_is_faster(leaves, mesh):
                 transfer = _transfer_program(split_sharding(mesh))
                 arrays = transfer(*(_copied_rows(leaf, rows) for leaf in leaves))

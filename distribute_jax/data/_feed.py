@@ -267,8 +267,7 @@ def sources_of(
         )
     sources = []
     for i in range(worker.index * pipelines, (worker.index + 1) * pipelines):
-        context = InputContext(worker.count * pipelines, i, worker.count * replicas)
-        dataset = dataset_fn(context)
+        dataset = dataset_fn(InputContext(worker.count * pipelines, i, worker.count * replicas))
         if dataset is None:
             raise ArgumentError(
                 f"The function {dataset_fn!r:.60} given to {_METHOD} returned None. It must return the "

@@ -11,12 +11,14 @@ import time
 import weakref
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from itertools import starmap
 from queue import SimpleQueue
 from typing import Any
 
 import jax
 
 from distribute_jax import _context, _frames
+from distribute_jax._errors import ContextError
 from distribute_jax._interrupts import interrupts_held_back
 
 _EXIT_TIMEOUT = 2.0
@@ -25,6 +27,11 @@ _EXIT_TIMEOUT = 2.0
 _RAISED_IN_THREAD = (
     "This was raised while a batch was read ahead, in a background thread. To read in the thread of the "
     "loop, pass InputOptions(experimental_per_replica_buffer_size=0)."
+)
+
+_INTERRUPTED = (
+    "Ctrl-C came while this iterator prepared a batch, and ended its pass. Start another one with "
+    "iter(dataset), and iterator.restore(state) for the position that was saved last."
 )
 
 _HANDOVER_SECONDS = 0.0003
@@ -67,7 +74,12 @@ class Prefetcher(Iterator[Any]):
     def __next__(self) -> Any:
         start = time.perf_counter()
         if self._elements is not None and self._delay <= _MAX_DELAY:
-            element = next(self._elements)
+            try:
+                element = next(self._elements)
+            except KeyboardInterrupt:
+                self._buffer.put(None, ContextError(_INTERRUPTED))
+                self._elements = None
+                raise
             elapsed = time.perf_counter() - start
             self._delay = max(0.0, self._delay + elapsed - _HANDOVER_SECONDS)
             if self._delay > _MAX_DELAY:
@@ -102,6 +114,7 @@ class _Buffer:
     def __init__(self, depth: int) -> None:
         self._ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         self._free_slots: SimpleQueue[None] = SimpleQueue()
+        self._taken: list[tuple[Any, BaseException | None]] = []  # of an interrupted ``take``
         self._ended = False
         for _ in range(depth):
             self._free_slots.put(None)
@@ -124,12 +137,15 @@ class _Buffer:
         """Blocks the loop until there is an element, an error or the end."""
         if self._ended:
             raise StopIteration
-        element, error = self._ready.get()
+        if not self._taken:  # in C, where an interrupt cannot discard what was taken
+            self._taken.extend(starmap(self._ready.get, ((),)))
+        element, error = self._taken[0]
         self._free_slots.put(None)
+        self._taken.clear()
         if error is None:
             return element
         self._ended = True
-        if not isinstance(error, StopIteration):
+        if not isinstance(error, (StopIteration, ContextError)):
             error.add_note(_RAISED_IN_THREAD)
         raise error
 

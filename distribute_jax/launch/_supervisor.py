@@ -188,7 +188,7 @@ class Attempt:
             killed = [] if self._stop_signal is None else group.running
             group.stop(grace=_FAILURE_GRACE_SECONDS if self._stop_signal is None else 0)
         codes = [child.code for child in group.children]
-        causes = [failure for failure in self._failures if failure.is_cause]
+        causes = [failure for failure in self._failures if failure.code != OTHER_FAILED]
         return AttemptOutcome(
             failure=next(iter(causes or self._failures), None),
             best_step=_best_step(group),

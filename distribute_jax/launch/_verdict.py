@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distribute_jax._supervision import AWAITED, MEANING, OTHER_FAILED, SAVED
+from distribute_jax._supervision import AWAITED, MEANING, SAVED
 
 _MAX_ERROR_CHARS = 400
 _TRANSIENT_ERROR = re.compile(
@@ -62,11 +62,6 @@ class ProcessFailure:
     """The exception, or the last line of output; empty if neither is known."""
     step: int | None
     phase: str
-
-    @property
-    def is_cause(self) -> bool:
-        """False if the process ended only because another one failed."""
-        return self.code != OTHER_FAILED
 
     @property
     def exit_code(self) -> int:

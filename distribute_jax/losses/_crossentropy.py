@@ -368,5 +368,4 @@ class SparseCategoricalCrossentropy(
     def _counted(self, y_true: Any, losses: jax.Array) -> jax.Array | None:
         if self.ignore_class is None:
             return None
-        labels = jnp.asarray(y_true).reshape(losses.shape).astype(jnp.int32)
-        return labels != self.ignore_class
+        return jnp.asarray(y_true).reshape(losses.shape).astype(jnp.int32) != self.ignore_class

@@ -108,8 +108,7 @@ class Loss:
             f"{self.name}: y_pred", y_pred, "arrays, in a tree whose keys can be sorted"
         ):
             predicted = jax.tree.map(self._converted, y_pred)
-        losses = self.call(y_true, predicted)
-        return one_for_each(f"The loss {self.name}", losses, y_pred)
+        return one_for_each(f"The loss {self.name}", self.call(y_true, predicted), y_pred)
 
     @promoting
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> jax.Array:

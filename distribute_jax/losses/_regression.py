@@ -61,8 +61,7 @@ def mean_squared_logarithmic_error(y_true: Any, y_pred: Any) -> jax.Array:
     """
     labels, predicted = pair("mean_squared_logarithmic_error", y_true, y_pred)
     first = jnp.log(jnp.maximum(predicted, EPSILON) + 1.0)
-    second = jnp.log(jnp.maximum(labels, EPSILON) + 1.0)
-    return jnp.mean(jnp.square(first - second), axis=-1)
+    return jnp.mean(jnp.square(first - jnp.log(jnp.maximum(labels, EPSILON) + 1.0)), axis=-1)
 
 
 def cosine_similarity(y_true: Any, y_pred: Any, axis: int = -1) -> jax.Array:
@@ -192,8 +191,7 @@ def categorical_hinge(y_true: Any, y_pred: Any) -> jax.Array:
     """
     labels, predicted = pair("categorical_hinge", y_true, y_pred)
     pos = jnp.sum(labels * predicted, axis=-1)
-    neg = jnp.max((1.0 - labels) * predicted, axis=-1)
-    return jnp.maximum(neg - pos + 1.0, 0.0)
+    return jnp.maximum(jnp.max((1.0 - labels) * predicted, axis=-1) - pos + 1.0, 0.0)
 
 
 class Hinge(FormulaLoss, formula=hinge):

@@ -257,5 +257,4 @@ def _area_under_precision_recall(tp: jax.Array, fp: jax.Array, fn: jax.Array) ->
     ratio = jnp.where(both, positives[:-1] / jnp.where(both, positives[1:], 1), 1)
     logs = jnp.where(both, jnp.log(ratio), 0)
     ones = tp[1:] + fn[1:]
-    areas = slope * (tp_step + intercept * logs) / jnp.where(ones == 0, 1, ones)
-    return jnp.sum(areas)
+    return jnp.sum(slope * (tp_step + intercept * logs) / jnp.where(ones == 0, 1, ones))

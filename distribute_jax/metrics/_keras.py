@@ -133,8 +133,7 @@ def _classes(name: str, y_true: Any, y_pred: Any) -> tuple[jax.Array, jax.Array]
     if name.startswith("sparse_"):
         predicted = predictions(name, y_pred)
         return class_numbers(name, y_true, predicted, -1), predicted
-    hint = f"For class numbers use sparse_{name}."
-    labels, predicted = pair(name, y_true, y_pred, hint)
+    labels, predicted = pair(name, y_true, y_pred, f"For class numbers use sparse_{name}.")
     return jnp.argmax(labels, axis=-1), predicted
 
 

@@ -124,8 +124,7 @@ def update_with(metric: Any, words: dict[str, Any], **more: Any) -> None:
     """Updates a metric with those of the keywords that it takes, and with all of ``more``."""
     known = inspect.signature(metric.update).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    chosen = {k: v for k, v in words.items() if takes_all or k in known} | more
-    metric.update(**chosen)
+    metric.update(**({k: v for k, v in words.items() if takes_all or k in known} | more))
 
 
 @dataclass(frozen=True)

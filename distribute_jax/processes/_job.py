@@ -48,8 +48,7 @@ class ClusterOptions:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            value = getattr(self, option.name)
-            check_number(f"ClusterOptions: {option.name}", value)
+            check_number(f"ClusterOptions: {option.name}", getattr(self, option.name))
 
 
 @dataclass(frozen=True)

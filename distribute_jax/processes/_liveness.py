@@ -318,8 +318,7 @@ class Watchdog:
         phase, since = self._activity.waiting() or (None, time.monotonic())
         seconds = round(time.monotonic() - since, 1)
         heartbeat = Heartbeat(next(self._numbers), self._activity.step, phase, seconds)
-        key = f"{_HEARTBEATS}{self._job.index}"
-        self._job.store.put(key, json.dumps(astuple(heartbeat)))
+        self._job.store.put(f"{_HEARTBEATS}{self._job.index}", json.dumps(astuple(heartbeat)))
 
     def _check(self) -> None:
         if self._job.index == 0:

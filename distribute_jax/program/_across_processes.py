@@ -285,8 +285,7 @@ def _broadcast_from_chief(variables: list[nnx.Variable[Any]], mesh: Mesh) -> Non
             return put(jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf)), to)
         return put(value, to)
 
-    raws = read_raw(variables)
-    write_raw(variables, [jax.tree.map(broadcast, raw) for raw in raws])
+    write_raw(variables, [jax.tree.map(broadcast, raw) for raw in read_raw(variables)])
 
 
 _DIFFER = """\

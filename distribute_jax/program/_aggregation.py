@@ -153,8 +153,7 @@ def combined(rule: Combine, new: jax.Array, old: jax.Array) -> jax.Array:
         old = jnp.asarray(old, new.dtype)
         added = new - old
         # psum of a constant needs no all-reduce. The cast wraps around as the sum would.
-        replicas = jnp.asarray(jax.lax.psum(1, DATA)).astype(added.real.dtype)
-        return old + added * replicas
+        return old + added * jnp.asarray(jax.lax.psum(1, DATA)).astype(added.real.dtype)
     if rule is Combine.UNCHANGED:
         return old
     if rule is Combine.FIRST:
@@ -285,9 +284,7 @@ def is_sum_of_old(jaxpr: jex_core.Jaxpr, output: int, old: int) -> bool:
     eqn = next((eqn for eqn in jaxpr.eqns if any(out is var for out in eqn.outvars)), None)
     if eqn is None or eqn.primitive.name != "psum":
         return False
-    operand = eqn.invars[eqn.outvars.index(var)]
-    inside = jaxpr.replace(outvars=[operand])
-    return relation(inside, 0, old) is _PLUS
+    return relation(jaxpr.replace(outvars=[eqn.invars[eqn.outvars.index(var)]]), 0, old) is _PLUS
 
 
 def _relation(jaxpr: Any, output: int, old: int, beside: Sequence[int] = ()) -> Relation:

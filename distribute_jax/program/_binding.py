@@ -271,8 +271,7 @@ def _restore(node: Any, table: dict[str, Any], old: dict[str, Any], rebuilt: lis
         names = ", ".join(kinds if is_new else traced)
         message = _CREATED if is_new else _ASSIGNED
         raise StaleCaptureError(message.format(names=names, node=type(node).__name__))
-    owner = HIDDEN_ATTRIBUTES[0]
-    table.update({key: value for key, value in changed.items() if key != owner})
+    table.update({key: value for key, value in changed.items() if key != HIDDEN_ATTRIBUTES[0]})
 
 
 def _same_contents(old: Any, new: Any, pairs: list[tuple[Any, Any]]) -> bool:

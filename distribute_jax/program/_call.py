@@ -26,7 +26,7 @@ from distribute_jax._jax_private import (
     read_raw,
     write_raw,
 )
-from distribute_jax._mesh import put
+from distribute_jax._mesh import program_input, put
 from distribute_jax._messages import error_text, is_donated, is_key, listed
 from distribute_jax._values import PerReplica, mark_all_mirrored
 from distribute_jax.processes import doing
@@ -91,7 +91,7 @@ class BoundProgram:
         data = [v.global_array if type(v) is PerReplica else v for v in arguments.data]
         flat = self.flat_state(values, data, arguments.batches)
         if arguments.counts is not None:
-            flat.append(np.asarray(arguments.counts, np.int32))
+            flat.append(program_input(np.asarray(arguments.counts, np.int32), self.program.mesh))
         return flat
 
     def flat_state(self, values: Sequence[Any], data: list[Any], batches: int) -> list[Any]:

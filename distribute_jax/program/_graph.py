@@ -279,8 +279,7 @@ class Walker:
         if isinstance(value, type):
             metaclass = self._class(type(value), name, every=False)
             return (value, metaclass, self._class(value, name, every=False, constructed=True))
-        is_module = isinstance(value, types.ModuleType)
-        module = value.__name__ if is_module else type(value).__module__
+        module = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
         if is_library(module) and not is_followed_whole(value):
             return opaque_key(value)
         return (type(value), self._attributes(value, name))

@@ -134,8 +134,7 @@ class HalvesCache:
         contents = copy_contents(binding.guard.containers)
         with contents_restored_on_error(contents), explain_compile_errors(name):
             call = Call(fn, binding, arguments, self.strategy, self.mesh)
-            known = self.stored.known(binding)
-            how = known, self.partitioner, of_workers, self.sparse
+            how = self.stored.known(binding), self.partitioner, of_workers, self.sparse
             halves = build_halves(call, options, self.servers, *how)
         bound = BoundHalves(name, halves, Binding(fn, arguments))
         self.stored.load(bound)

@@ -88,5 +88,4 @@ def _reached(bodies: Mapping[str, str], names: Iterable[str]) -> set[str]:
 
 
 def _array_bytes(dtype: str, dims: str) -> int:
-    bits = int(re.sub(r"\D", "", dtype) or 8)  # pred has no number
-    return prod(map(int, filter(None, dims.split(",")))) * bits // 8
+    return prod(map(int, filter(None, dims.split(",")))) * int(re.sub(r"\D", "", dtype) or 8) // 8

@@ -81,8 +81,7 @@ def in_turn(step: FlatStep) -> FlatStep:
     halves = split_in(InTurn, step, traced(step), {}, {})
 
     def on_device(*inputs: Any) -> list[Any]:
-        boundary = halves.first([inputs[i] for i in halves.reads])
-        return halves.second(inputs, boundary, {})
+        return halves.second(inputs, halves.first([inputs[i] for i in halves.reads]), {})
 
     return replace(step, function=on_device)
 

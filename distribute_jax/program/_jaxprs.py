@@ -339,8 +339,7 @@ def with_overrides(body: Any, override_of: Callable[[Any], Override]) -> Callabl
 
     def run(*args: Any) -> list[Any]:
         jaxpr, values = open_jaxpr(body), initial_values(body, args)
-        wanted = [*inputs_of(jaxpr.eqns), *jaxpr.outvars]
-        run_with(jaxpr, jaxpr.eqns, values, wanted, override_of)
+        run_with(jaxpr, jaxpr.eqns, values, [*inputs_of(jaxpr.eqns), *jaxpr.outvars], override_of)
         return [value_of(v, values) for v in jaxpr.outvars]
 
     return run

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -176,8 +177,7 @@ class FlatStep:
 
     @property
     def platform(self) -> str:
-        device = self.ahead.device if self.ahead else self.mesh.devices.flat[0]
-        return str(device.platform)
+        return str((self.ahead.device if self.ahead else self.mesh.devices.flat[0]).platform)
 
 
 def flat_step(
@@ -274,12 +274,8 @@ def in_one_equation(jaxpr: ClosedJaxpr) -> Callable[..., list[Any]]:
     return lambda *inputs: step_p.bind(*inputs, call_jaxpr=jaxpr)
 
 
-def _lowered(ctx: Any, *inputs: Any, call_jaxpr: ClosedJaxpr) -> Any:
-    return mlir.core_call_lowering(ctx, *inputs, name=_NAME, call_jaxpr=call_jaxpr)
-
-
 step_p.def_abstract_eval(lambda *_, call_jaxpr: call_jaxpr.out_avals)
-mlir.register_lowering(step_p, _lowered)
+mlir.register_lowering(step_p, partial(mlir.core_call_lowering, name=_NAME))
 
 
 _WHOLE, _SPLIT = PartitionSpec(), PartitionSpec(DATA)
@@ -396,11 +392,6 @@ def _one_replica(replica: FlatStep) -> Compiled:
     return step
 
 
-def _split_rows(array: Any, replicas: int) -> jax.Array:
-    """Returns an array with dim 0 split into replicas and the rows of each."""
-    return jnp.reshape(array, (replicas, array.shape[0] // replicas, *array.shape[1:]))
-
-
 def compile_pmap(step: FlatStep) -> Compiled:
     """Compiles through ``jax.pmap``, which splits a leading dim; nothing is donated."""
     mesh, shardings = step.mesh, step.shardings
@@ -429,11 +420,14 @@ def compile_pmap(step: FlatStep) -> Compiled:
 
     def compiled(*flat: Any) -> list[jax.Array]:
         with outside_mesh():
+            replicas = mesh.shape[DATA]
             inputs = [
-                _split_rows(x, mesh.shape[DATA]) if split and not stacked else x
+                jnp.reshape(x, (replicas, x.shape[0] // replicas, *x.shape[1:]))
+                if split and not stacked
+                else x
                 for x, split, stacked in zip(flat, shardings.split, shardings.stacked, strict=True)
             ]
-            outs = mapped(np.arange(mesh.shape[DATA]), *inputs)
+            outs = mapped(np.arange(replicas), *inputs)
             return [jax.device_put(x, to) for x, to in zip(outs, wanted, strict=True)]
 
     return compiled

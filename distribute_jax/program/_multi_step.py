@@ -110,8 +110,7 @@ def _stacked(first: Any, *others: Any) -> Any:
                 'with shrinking batches. Use InputOptions(partial="mask"), or strategy.run.'
             )
         arrays = jnp.stack([leaf.global_array for leaf in leaves], axis=1)
-        is_mixed = any(leaf.counts is not None for leaf in leaves)
-        ambiguous = _MIXED if is_mixed else first.ambiguous
+        ambiguous = _MIXED if any(leaf.counts is not None for leaf in leaves) else first.ambiguous
         return PerReplica(arrays, first.mesh, ambiguous=ambiguous, step=first.step)
     if isinstance(first, jax.Array):
         return mark_mirrored(jnp.stack(leaves), step_of(first))

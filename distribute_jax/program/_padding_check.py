@@ -142,8 +142,7 @@ def run_checked_for_leaks(
     outs = entry.execute(copied(flat))
     check.leaked = True
     for changed in other_paddings([v for v in call.arguments.data if _is_padded(v)]):
-        again = entry.with_data(flat, _with_batch(call, changed))
-        others = entry.execute(copied(again))
+        others = entry.execute(copied(entry.with_data(flat, _with_batch(call, changed))))
         _refuse_differing(call, entry, flat, outs, others, "two different paddings")
     longer = _with_more_padding(call, entry, values)
     if longer is not None:

@@ -102,8 +102,7 @@ class PaddingWalk:
             if eqn.primitive is not twin.primitive or lengths[0] != lengths[1]:
                 raise UndecidedError(f"{pair.where} becomes another operation")
             operands = [read(pair, a, b) for a, b in zip(eqn.invars, twin.invars, strict=True)]
-            outs = self.apply(pair, operands)
-            env.update(zip(eqn.outvars, outs, strict=True))
+            env.update(zip(eqn.outvars, self.apply(pair, operands), strict=True))
             partner.update(zip(eqn.outvars, twin.outvars, strict=True))
         if len(one.eqns) != len(two.eqns):
             raise UndecidedError("the step becomes another program")

@@ -126,7 +126,8 @@ def build_part(
 
         return [*(jnp.asarray(result(v, rows)) for v, rows in outs), *more]
 
-    types, numbers = [*map(_type_of, inputs)], [_ids_type(ids) for ids in lookups]
+    types = [*map(_type_of, inputs)]
+    numbers = [jax.ShapeDtypeStruct((ids.number,), jnp.int32) for ids in lookups]
     with jax.sharding.use_abstract_mesh(inside_replica(call.mesh)):
         axes = [(DATA, num_replicas(call.mesh))]
         program = without_axis(jax.make_jaxpr(run, axis_env=axes)(*types, *numbers))
@@ -146,10 +147,6 @@ def _type_of(selected: Selected) -> jax.ShapeDtypeStruct:
     aval, weak = v.aval, getattr(v.aval, "weak_type", False)
     shape = aval.shape if rows is None else rows.shape(aval.shape)
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=weak)
-
-
-def _ids_type(ids: RowIds) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((ids.number,), jnp.int32)
 
 
 _FORMAT = "distribute_jax program 1"

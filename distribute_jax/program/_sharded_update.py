@@ -139,8 +139,7 @@ def split_in(
     """Splits a traced step."""
     mirrored, differs = step.shardings.mirrored, frozenset({"a divided input"})
     marks = [differs if split else MIRRORED for split in step.shardings.split]
-    reshard = step.reshard_after_forward
-    return kind(body, marks, mirrored, step.mesh, shares, results, reshard)
+    return kind(body, marks, mirrored, step.mesh, shares, results, step.reshard_after_forward)
 
 
 def traced(step: FlatStep, opens: Callable[[Any], bool] = is_jit_of_collectives) -> Any:
@@ -225,8 +224,7 @@ class SplitStep:
         Each comes with the marks of its operands and results.
         """
         for eqn, operands, results in reversed(marked):
-            differs = any(results)
-            needed = differs or any(v in self._needed for v in eqn.outvars)
+            needed = any(results) or any(v in self._needed for v in eqn.outvars)
             if not (needed or any(operands) or _is_for_each(eqn)):
                 self._second.append(eqn)
                 continue
@@ -335,8 +333,7 @@ class SplitStep:
             early = {i: to_store.pop(v) for i, v in enumerate(eqn.outvars) if v in to_store}
             return functools.partial(branches.second, inner_of[id(eqn)], early)
 
-        wanted = [*inputs_of(self._second), *outs]
-        run_with(self.jaxpr, self._second, values, wanted, override_of)
+        run_with(self.jaxpr, self._second, values, [*inputs_of(self._second), *outs], override_of)
         values.update((v, put(value_of(v, values), v in computed)) for v, put in to_store.items())
         return [value_of(v, values) for v in outs]
 

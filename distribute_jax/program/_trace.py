@@ -71,8 +71,7 @@ class Traced:
     @property
     def old_inputs(self) -> list[int]:
         """For each state output the flat input with the old value."""
-        starts = [self.input_starts[i] for i in self.written]
-        sizes = zip(starts, self.written_sizes, strict=True)
+        sizes = zip([self.input_starts[i] for i in self.written], self.written_sizes, strict=True)
         return [start + k for start, size in sizes for k in range(size)]
 
     def keeps_types(self) -> bool:

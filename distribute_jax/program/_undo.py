@@ -53,8 +53,7 @@ class Guard(nnx.Module):
     """Decides whether a step changes state; once more than ``most`` in a row were skipped, all are."""
 
     def __init__(self, what: str, most: int | None) -> None:
-        first = jnp.array([0, 0, 0, -1, -1, 1], jnp.int32)
-        self.counts = StepCounts(first, what=what, most=most)
+        self.counts = StepCounts(jnp.array([0, 0, 0, -1, -1, 1], jnp.int32), what=what, most=most)
 
     def judge(self, sound: jax.Array, replica: Any = -1) -> jax.Array:
         """Counts a step and returns whether it may change state; if not, ``run`` keeps the old state."""

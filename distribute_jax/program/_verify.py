@@ -198,8 +198,7 @@ class _Comparison:
         with outside_mesh(), components_on(entry.binding, first_replica(call.mesh)):
             self._single_call, self.single = _on_one_device(call, entry)
             self._single_flat = self.single.flat_inputs(values, self._single_call.arguments)
-            placed = self.single.placed(self._single_flat)
-            one = as_read(self.single, self.single.execute(placed))
+            one = as_read(self.single, self.single.execute(self.single.placed(self._single_flat)))
         many = as_read(entry, self.outs)
         self._native = _Outcomes(entry.execute, flat, self._before(flat), many, one)
         results = [k - entry.state_size for k in chosen if k >= entry.state_size]
@@ -398,8 +397,7 @@ def _global_batch(value: Any, mesh: Any) -> Any:
         )
     every = np.asarray(local_copy_of_replicated(value.global_array))
     real = real_rows(np.stack(np.split(every, num_replicas(value.mesh))), value.counts)
-    batch = jax.device_put(real, split_sharding(mesh))
-    return PerReplica(batch, mesh, layout=Layout.JOINED)
+    return PerReplica(jax.device_put(real, split_sharding(mesh)), mesh, layout=Layout.JOINED)
 
 
 def _unequal_text(left: Array, right: Array, old: Array, replicas: int) -> str:

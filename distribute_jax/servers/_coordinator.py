@@ -133,8 +133,7 @@ class Coordinator:
             self._raise_error()
             program: Program = self.load(bound)
             if written := self.state.written(zip(program.keys, bound.leaves, strict=True)):
-                known = self.state.knows(written)
-                self._with_servers(lambda: self._send(written), at_rest=known)
+                self._with_servers(lambda: self._send(written), at_rest=self.state.knows(written))
             most = most or _MAX_CLOSURES
             self._wait_until(lambda: len(self._log.open) < most or self._error is not None)
             self._raise_error()
@@ -292,7 +291,7 @@ class Coordinator:
             shares = [closure.returned_by_run[run.number] for run in update.attempts]
             final = closure.program.bound.halves.finish(shares)
             if self.state.recorder is not None and update.number is not None:
-                self.state.recorder.note_update(update, final)
+                self.state.recorder.updates.append((update, final))
             self._end(closure, results=final)
             is_late = time.monotonic() - self._saved_at > self._snapshot_every
             if is_late and update.number is not None and not self._is_asking:

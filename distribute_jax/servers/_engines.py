@@ -327,8 +327,7 @@ class RemoteStore:
         if child is None:
             raise WireError("it was not started")
         answer = child.request(Message("pull", [list(keys)]))()
-        arrays = jax.device_put(answer.arrays, self._device)
-        return list(map(as_key, arrays, types))
+        return list(map(as_key, jax.device_put(answer.arrays, self._device), types))
 
 
 def _send(child: Any, message: Message) -> None:

@@ -224,8 +224,7 @@ class RemoteValue:
 
 def _as_numpy(value: Any) -> Any:
     # NumPy has no random keys.
-    is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return value if is_key else np.asarray(value)
+    return value if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else np.asarray(value)
 
 
 class _Closure:

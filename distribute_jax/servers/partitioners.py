@@ -139,8 +139,7 @@ class MaxSizePartitioner(Partitioner):
 def _row_bytes(shape: Sequence[int], dtype: Any, axis: int, bytes_per_string: int) -> int:
     kind = jnp.dtype(dtype)
     size = bytes_per_string if kind.kind in "SUO" else kind.itemsize
-    others = [int(n) for i, n in enumerate(shape) if i != axis % len(shape)]
-    return max(1, prod(others) * size)
+    return max(1, prod([int(n) for i, n in enumerate(shape) if i != axis % len(shape)]) * size)
 
 
 def _divided(shape: Sequence[int], axis: int, parts_of: Callable[[int], int]) -> list[int]:

@@ -24,6 +24,7 @@ from distribute_jax._mesh import (
     mirrored_sharding,
     num_replicas,
     outside_mesh,
+    program_input,
     replicated,
     wait_on_cpu,
 )
@@ -222,7 +223,7 @@ def _reduce_global(op: ReduceOp, values: Sequence[PerReplica], axes: Axes) -> li
             raise _uneven([(count, *value.part_shape[1:]) for count in counts], axes)
         _record_action(f"strategy.reduce({op.value!r}, axis={axes})", value)
         kinds.append((dims, value.layout))
-    rows = [None if v.counts is None else np.asarray(v.counts, np.int32) for v in values]
+    rows = [v.counts and program_input(np.asarray(v.counts, np.int32), v.mesh) for v in values]
     program = _compiled_reduce(op, tuple(kinds), values[0].mesh)
     with outside_mesh():
         totals = wait_on_cpu(program([value.global_array for value in values], rows))

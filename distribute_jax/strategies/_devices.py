@@ -27,7 +27,8 @@ from distribute_jax.processes import ClusterOptions, current_job
 
 _LOG = logging.getLogger("distribute_jax")
 _NAME = re.compile(
-    r"^/?(?:job:\w+/?)?(?:replica:\d+/?)?(?:task:\d+/?)?(?:device:)?(?P<kind>[a-z]+)(?::(?P<index>\d+))?$",
+    r"^/?(?:job:\w+/?)?(?:replica:\d+/?)?(?:task:(?P<task>\d+)/?)?(?:device:)?"
+    r"(?P<kind>[a-z]+)(?::(?P<index>\d+))?$",
     re.IGNORECASE,
 )
 _PLATFORMS = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu", "cpu": "cpu"}
@@ -54,8 +55,8 @@ def find_device(name: Any) -> jax.Device:
                 f"There is no device {name!r}: JAX sees no GPU. Install it for one, pip install "
                 "'distribute-jax[cuda13]'; distribute-jax doctor checks the installation."
             )
-        index = int(match["index"] or 0)
-        if index < len(devices):
+        index, process = int(match["index"] or 0), jax.process_index()
+        if index < len(devices) and int(match["task"] or process) == process:
             return devices[index]
     names = [f"{d.platform}:{i}" for i, d in enumerate(jax.local_devices())]
     text = ", ".join(map(repr, names[:16])) + (" and more" if len(names) > 16 else "")

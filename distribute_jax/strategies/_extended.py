@@ -123,8 +123,7 @@ class StrategyExtended:
             return jax.device_put(total, find_device(destinations))
         storage = self._strategy._replicas.parameter_device
         to = storage.results if storage is not None else mirrored_sharding(self._strategy.mesh)
-        mirrored = put(total, to)
-        return jax.tree.map(lambda leaf: mark_mirrored(leaf, None), mirrored)
+        return jax.tree.map(lambda leaf: mark_mirrored(leaf, None), put(total, to))
 
     def batch_reduce_to(
         self,

@@ -198,8 +198,7 @@ def stacked_value(parts: Sequence[Any], mesh: Mesh) -> PerReplica:
         return PerReplica(keys, mesh)
     arrays = [check_int_range(np.asarray(part), "A per-replica value") for part in parts]
     if _are_uniform(arrays, mesh):
-        dtype = jax.dtypes.canonicalize_dtype(arrays[0].dtype)
-        stacked = np.stack(arrays).astype(dtype)
+        stacked = np.stack(arrays).astype(jax.dtypes.canonicalize_dtype(arrays[0].dtype))
         to = split_sharding(mesh)
         if is_local(mesh):
             return PerReplica(jax.device_put(stacked, to), mesh)

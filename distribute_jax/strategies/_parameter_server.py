@@ -141,7 +141,9 @@ class ParameterServerStrategy(Strategy):
         shares = 1 if workers_per_update is None else workers_per_update
         shares = check_int(f"{name}: workers_per_update", shares)
         usual = 4 * number if shares == 1 else 0
-        staleness = usual if max_staleness is None else _checked_staleness(name, max_staleness)
+        staleness: float = usual if max_staleness is None else max_staleness
+        if not (isinstance(staleness, float) and staleness == float("inf")):
+            staleness = check_int(f"{name}: max_staleness", staleness, at_least=0)
         if shares > 1 and staleness:
             raise ArgumentError(
                 f"{name}: max_staleness={max_staleness!r} with workers_per_update={shares}: workers that "
@@ -261,9 +263,3 @@ def _agreed(name: str, argument: str, value: Any, of_cluster: Any) -> Any:
             f"{name}: {argument}={value!r} contradicts the cluster, which has {of_cluster!r}. Leave it out."
         )
     return of_cluster
-
-
-def _checked_staleness(name: str, value: Any) -> float:
-    if isinstance(value, float) and value == float("inf"):
-        return float("inf")
-    return check_int(f"{name}: max_staleness", value, at_least=0)

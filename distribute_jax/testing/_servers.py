@@ -33,9 +33,6 @@ class _Recording:
     last: dict[int, Any] = field(default_factory=dict)
     """All arrays after the last update."""
 
-    def note_update(self, update: Update, results: list[Any]) -> None:
-        self.updates.append((update, results))
-
     def note_write(self, version: int, values: dict[int, Any]) -> None:
         self.written[version].append(values)
 

@@ -325,6 +325,25 @@ class Batches(Iterator[tuple[Any, ...]]):
 _END = object()
 
 
+class Unfinished:
+    """The batches that a call left of an iterator: the next continues, with those that were read ahead."""
+
+    def __init__(self) -> None:
+        self._left: tuple[Any, Batches | None] = None, None
+
+    def take(self, source: Any, keys: Keys) -> Batches | None:
+        """Returns what is left of a source; None for another one, and after its end."""
+        left = self._left[1] if source is self._left[0] else None
+        if left is None or left.keys != keys or left.peek() is None:
+            return None
+        self._left, left.count, left.examples = (None, None), 0, 0
+        return left
+
+    def keep(self, source: Any, batches: Batches | None) -> None:
+        if isinstance(source, Iterator):
+            self._left = source, batches
+
+
 @contextmanager
 def hint(text: Callable[[Exception], str]) -> Iterator[None]:
     """Adds a note to an error that the block raises, unless ``text`` returns an empty string."""

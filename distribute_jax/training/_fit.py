@@ -53,6 +53,7 @@ class Fit:
         self.class_weights = class_weights(self.class_weight)
         self.trainer = self.model.trainer
         self.validation: DistributedDataset | None = None
+        self._batches: Batches | None = None
         self._validating: Batches | None = None
 
     def take_data(self) -> None:
@@ -69,7 +70,12 @@ class Fit:
         strategy = self.model.strategy
         # A fixed seed: a program gives the same numbers each time it runs.
         seed = 0 if self.shuffle and data is not None else None
-        self.data = dataset_of(strategy, "fit", data or x, self.batch_size, seed=seed)
+        left = self._left = self.model._unfinished.take(x, self.keys)
+        self.data = (
+            left.dataset
+            if left
+            else dataset_of(strategy, "fit", data or x, self.batch_size, seed=seed)
+        )
         check_ends("fit", self.data, self.steps_per_epoch)
         if validation_data is not None:
             if isinstance(validation_data, dict) and self.validation_keys:
@@ -77,8 +83,10 @@ class Fit:
             if isinstance(validation_data, tuple):
                 self.validation_keys = Keys()
             size = self.validation_batch_size or self.batch_size
-            self.validation = validation_dataset(
-                strategy, validation_data, size, self.validation_keys
+            keys, unfinished = self.validation_keys, self.model._unfinished_validation
+            left = self._validating = unfinished.take(validation_data, keys)
+            self.validation = (
+                left.dataset if left else validation_dataset(strategy, validation_data, size, keys)
             )
             check_ends("fit(validation_data)", self.validation, self.validation_steps)
 
@@ -103,6 +111,8 @@ class Fit:
                 self._train()
         finally:
             self.trainer.batches = outer
+            self.model._unfinished.keep(self.x, self._batches)
+            self.model._unfinished_validation.keep(self.validation_data, self._validating)
             history.set_model(None)  # no reference cycle: the model holds its history
         return history
 
@@ -130,7 +140,6 @@ class Fit:
         params = self._callbacks.params
         epoch, self._done = int(params["initial_epoch"]), int(params["initial_batch"])
         params["batches"] = self._done
-        self._batches: Batches | None = None
         data_pass, count = epoch, self._done
         # A pass through the data continues from epoch to epoch.
         if self.steps_per_epoch is not None:
@@ -151,7 +160,8 @@ class Fit:
         batches = self._batches
         is_over = batches is None or steps is None or batches.count == self.data.cardinality
         if batches is None or (is_over and not self._done):
-            batches = self._batches = Batches(self.data, self.keys)
+            batches = self._batches = self._left or Batches(self.data, self.keys)
+            self._left = None
         self.trainer.batches = batches
         logs: dict[str, Any]
         done, logs = self.trainer.epoch(

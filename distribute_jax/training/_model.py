@@ -21,6 +21,7 @@ from distribute_jax.training import _steps
 from distribute_jax.training._batches import (
     Batches,
     Keys,
+    Unfinished,
     arrays_of,
     check_batch_size,
     check_placed,
@@ -99,6 +100,7 @@ class Model(Stateful):
         check_placed(self.module, self.strategy)
         self._trainer: Trainer | None = None
         self._predictor: Trainer | None = None
+        self._unfinished, self._unfinished_validation = Unfinished(), Unfinished()
 
     def __repr__(self) -> str:
         weights = nnx.to_flat_state(nnx.state(self.module, self._trained_filter))
@@ -453,12 +455,19 @@ class Model(Stateful):
         x, y, keys = without_keys(keys, *xyw[:2])
         with self.strategy.scope(), hint(partial(several_inputs_hint, method, x, y)):
             arrays = arrays_of(method, x, y, xyw[2])
-            data = dataset_of(self.strategy, method, arrays or x, batch_size)
+            left = self._unfinished.take(x, keys)
+            data = (
+                left.dataset if left else dataset_of(self.strategy, method, arrays or x, batch_size)
+            )
             check_ends(method, data, steps)
             with trainer.guard.enter(method):
                 params = {"steps": steps or data.cardinality, "verbose": verbose}
                 with CallbackList([callbacks, progress(verbose, method)], self, params) as hooks:
-                    yield {"batches": Batches(data, keys), "limit": steps, "callbacks": hooks}
+                    batches = left or Batches(data, keys)
+                    try:
+                        yield {"batches": batches, "limit": steps, "callbacks": hooks}
+                    finally:
+                        self._unfinished.keep(x, batches)
 
     def _one_batch(
         self, trainer: Trainer, method: str, x: Any, y: Any = None, weight: Any = None

@@ -167,8 +167,7 @@ def with_added_losses(
     if isinstance(module, nnx.bridge.ToNNX):  # Linen's layers cannot sow into it
         with _updating_in_place(module):
             return module(x, **keywords), None
-    call = nnx.capture(lambda module, x: module(x, **keywords), AddedLoss)
-    outputs, added = call(module, x)
+    outputs, added = nnx.capture(lambda module, x: module(x, **keywords), AddedLoss)(module, x)
     values = list(map(jnp.asarray, jax.tree.leaves(added)))
     parts = [
         losses.scale_regularization_loss(value) if value.ndim == 0 else _average(value)

@@ -246,11 +246,10 @@ class NotebookBar(Bar):
 
 def format_scalars(logs: dict[str, Any] | None) -> list[str]:
     scalars = {name: float(v) for name, v in (logs or {}).items() if not np.ndim(v)}
-    return [f"{name}: {_format_number(value)}" for name, value in scalars.items()]
-
-
-def _format_number(value: float) -> str:
-    return f"{value:.4f}" if value == 0 or abs(value) >= 1e-3 else f"{value:.4e}"
+    kinds = {
+        n: ".4f" if value == 0 or abs(value) >= 1e-3 else ".4e" for n, value in scalars.items()
+    }
+    return [f"{name}: {value:{kinds[name]}}" for name, value in scalars.items()]
 
 
 def _format_seconds(seconds: float) -> str:

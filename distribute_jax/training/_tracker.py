@@ -124,8 +124,7 @@ class FunctionMean(Average):
 
     @promoting
     def update_from(self, y: Any, outputs: Any, weight: Any) -> None:
-        loss = self.objective.losses.get(self.key)
-        function = per_example(self.identifier, loss, y, outputs)
+        function = per_example(self.identifier, self.objective.losses.get(self.key), y, outputs)
         self.update(values=function(y, outputs), sample_weight=weight if self.weighted else None)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError, ContextError, NotEqualError, warn_user
-from distribute_jax._mesh import is_local, on_host
+from distribute_jax._mesh import explicit_transfers, is_local, on_host
 from distribute_jax._messages import listed
 from distribute_jax._values import PerReplica
 from distribute_jax.losses._shapes import check_probabilities
@@ -389,7 +389,7 @@ class ReentrancyGuard:
                 "dj.Model for each thread."
             )
         try:
-            with self._restored() if self._running else nullcontext():
+            with explicit_transfers(), self._restored() if self._running else nullcontext():
                 running, self._running = self._running, True
                 try:
                     yield

@@ -86,8 +86,7 @@ def _row(path: str, kind: str, shape: str, items: Arrays) -> tuple[str, ...]:
     arrays = [array for _, array in items]
     size, memory = sum(array.size for array in arrays), sum(map(_bytes, arrays))
     dtypes = dict.fromkeys(str(array.dtype) for array in arrays)
-    placements = dict.fromkeys(map(_placement, arrays))
-    texts = ", ".join(dtypes), ", ".join(placements)
+    texts = ", ".join(dtypes), ", ".join(dict.fromkeys(map(_placement, arrays)))
     return path, kind, shape, f"{size:,}", size_text(memory), *texts
 
 

@@ -129,7 +129,9 @@ def _copy_when_written(variable: nnx.Variable[Any]) -> Any:
             return jax.tree.map(_copied, raw)
         except Exception:
             waited = time.monotonic() - started
-            in_use = any(map(_is_in_use, jax.tree.leaves(raw)))
+            # A step uses the variable if the array was donated to it, or replaced by a tracer.
+            leaves = jax.tree.leaves(raw)
+            in_use = any(isinstance(x, jax.core.Tracer) or is_donated(x) for x in leaves)
             if not in_use and waited > _MAX_RETRY_SECONDS:
                 raise
         if waited > _TIMEOUT:
@@ -151,11 +153,6 @@ def _copied(leaf: Any) -> Any:
     ]
     copy = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
     return mark_mirrored(copy, step_of(leaf)) if isinstance(leaf, Mirrored) else copy
-
-
-def _is_in_use(leaf: Any) -> bool:
-    """True if a step uses the variable: the array was donated to it, or replaced by a tracer."""
-    return isinstance(leaf, jax.core.Tracer) or is_donated(leaf)
 
 
 def _donated_error(variable: nnx.Variable[Any], why: str) -> DonatedError:

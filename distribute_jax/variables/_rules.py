@@ -189,8 +189,7 @@ def divide(value: jax.Array, replicas: int, aggregation: VariableAggregation) ->
         return jnp.broadcast_to(value, (replicas, *value.shape))
     share = _share(value, replicas)
     first = value - share * (replicas - 1)
-    others = jnp.broadcast_to(share, (replicas - 1, *value.shape))
-    return jnp.concatenate([first[None], others])
+    return jnp.concatenate([first[None], jnp.broadcast_to(share, (replicas - 1, *value.shape))])
 
 
 def _share(value: jax.Array, replicas: int) -> jax.Array:
@@ -208,8 +207,7 @@ def _share(value: jax.Array, replicas: int) -> jax.Array:
     finfo: Any = jnp.finfo
     has_ulp = jnp.isfinite(ulp) & (ulp >= finfo(value.dtype).tiny)
     ulp = jnp.where(has_ulp, ulp, 1)
-    share = jnp.trunc(value / ulp / replicas) * ulp
-    return jnp.where(has_ulp, share, 0).astype(value.dtype)
+    return jnp.where(has_ulp, jnp.trunc(value / ulp / replicas) * ulp, 0).astype(value.dtype)
 
 
 def combine(stacked: jax.Array, aggregation: VariableAggregation, name: str) -> jax.Array:

@@ -426,8 +426,7 @@ class Variable(nnx.Variable[Any]):
 
 def on_replicas(variable: Variable, mesh: Mesh) -> jax.Array:
     """Returns the raw value of an ON_READ variable with one component for each replica of a mesh."""
-    raw = _rules.from_result(readable_raw(variable))
-    return _rules.reshard(raw, mesh, variable.aggregation)
+    return _rules.reshard(_rules.from_result(readable_raw(variable)), mesh, variable.aggregation)
 
 
 def mesh_of_components(variable: Variable) -> Mesh | None:

@@ -585,8 +585,7 @@ def raw(error: BaseException) -> str | None:
     if isinstance(error, dj.DistributeError):
         return None if text.strip() else f"a {type(error).__name__} without a text"
     inner = [(f, line) for f, (_, line) in zip(files, frames, strict=True)][-1]
-    is_raised = linecache.getline(*inner).strip().startswith("raise ")
-    ours = inner[0].startswith(LIBRARY) and is_raised
+    ours = inner[0].startswith(LIBRARY) and linecache.getline(*inner).strip().startswith("raise ")
     if ours and isinstance(error, (ValueError, TypeError, NotImplementedError, StopIteration)):
         return None
     in_library = [

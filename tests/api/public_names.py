@@ -125,8 +125,7 @@ def documented_arguments(text: str) -> list[str]:
     _, found, rest = text.partition("Args:\n")
     if not found:
         return []
-    section = SECTION.split(rest)[0]
-    return re.findall(r"^    \*{0,2}(\w+):", section, re.MULTILINE)
+    return re.findall(r"^    \*{0,2}(\w+):", SECTION.split(rest)[0], re.MULTILINE)
 
 
 def module_faults(package: ModuleType) -> Iterator[str]:

@@ -18,8 +18,7 @@ EXAMPLES = [p for p in public_objects(dj) if ">>>" in (getattr(p.value, "__doc__
 
 def failures(public: Public) -> str:
     """Runs the example of one object in an empty namespace, and returns doctest's report of failures."""
-    parser = doctest.DocTestParser()
-    test = parser.get_doctest(public.value.__doc__, {}, public.name, None, None)
+    test = doctest.DocTestParser().get_doctest(public.value.__doc__, {}, public.name, None, None)
     said: list[str] = []
     with mock.patch.dict(os.environ):
         doctest.DocTestRunner(optionflags=FLAGS, verbose=False).run(test, out=said.append)

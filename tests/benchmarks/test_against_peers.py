@@ -238,8 +238,7 @@ def test_peers_that_divide_the_model_have_its_bytes_and_lines():
         assert 0 <= record["state"] - 3 * 4 * (784 * 4 // 2 + small) <= 8  # two counts of steps
         assert record["resident"] > 50 * 2**20
     assert {record["differs"] for record in log.of("losses")} == {""}
-    page = report(log)
-    assert page.count(f"| {marked_lines('fully_sharded')} |") == 1
+    assert report(log).count(f"| {marked_lines('fully_sharded')} |") == 1
     assert [marked_lines(name) for name in ("fully_sharded", "pmap")] == [7, 0]
 
 

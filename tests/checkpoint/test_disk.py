@@ -29,7 +29,7 @@ ROOT = HERE.parents[1]
 def output_of(program: str, *arguments: str) -> tuple[str, str]:
     """Runs a program of this folder; returns its stdout and stderr."""
     done = subprocess.run(
-        [sys.executable, str(HERE / program), *arguments],
+        [sys.executable, program if program == "-c" else str(HERE / program), *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -115,8 +115,7 @@ def test_a_save_that_fails_anywhere_leaves_the_old_checkpoint(
         broken.setattr(BREAKS[where], where, full)
         with pytest.raises(dj.CheckpointFileError, match=r"(?s)No space left.*needs 24 bytes"):
             save(tmp_path / "c", {"x": np.ones(3)})
-    tree = {"x": np.full(3, 5.0)}
-    assert load(tmp_path / "c", tree)["x"].tolist() == [0, 0, 0]
+    assert load(tmp_path / "c", {"x": np.full(3, 5.0)})["x"].tolist() == [0, 0, 0]
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
@@ -226,6 +225,29 @@ def test_a_step_without_read_permission_is_not_set_aside(
             ):
                 manager.restore_latest({"x": np.ones(2)})
     assert manager.all_steps() == [1]
+
+
+FEW_DESCRIPTORS = """
+import os, resource, sys, numpy as np, distribute_jax as dj
+manager, Failed = dj.CheckpointManager(sys.argv[1]), dj.CheckpointFileError
+manager.save(1, {"x": np.zeros(2)}), manager.wait()
+before = resource.getrlimit(resource.RLIMIT_NOFILE)
+for free in (1, 2, 8):
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(100)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1, before[1]))
+    [os.close(held.pop()) for _ in range(free)]
+    try:
+        manager.save(2 + free, {"x": np.zeros(2)}), manager.wait()
+    except Failed: pass
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    list(map(os.close, held))
+    print([name for name in os.listdir(sys.argv[1]) if name.endswith(".saving")])
+"""
+
+
+def test_a_save_for_which_descriptors_lack_leaves_no_folder(tmp_path: Path) -> None:
+    """Also where the folder was made and its lock could not be opened."""
+    assert set(output_of("-c", FEW_DESCRIPTORS, str(tmp_path))[0].splitlines()) == {"[]"}
 
 
 def test_a_damaged_step_that_cannot_be_renamed_is_skipped(

@@ -72,8 +72,7 @@ def test_a_loop_that_was_preempted_twice_sees_every_example_once(
         assert left.value.code == 42
         seen += part.seen
     last = Loop(strategy)
-    block = last(tmp_path / "loop")
-    assert block.step == 12
+    assert last(tmp_path / "loop").step == 12
     assert seen + last.seen == whole.seen
     assert float(last.total.numpy()) == float(whole.total.numpy()) == sum(range(96))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "the block has left its handler"

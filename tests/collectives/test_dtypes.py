@@ -82,8 +82,7 @@ def test_a_mean_of_float16_over_a_dim_does_not_overflow(s2: dj.MirroredStrategy)
 def test_parts_of_different_lengths_and_mirrored_values_do_not_wrap(s2: dj.MirroredStrategy):
     uneven = on_replicas(s2, [np.full((n, 1), 100, np.int8) for n in (3, 1)])
     assert s2.reduce("sum", uneven, axis=0).tolist() == [400]
-    mirrored = s2.run(lambda: jnp.int8(100))
-    assert int(s2.reduce("sum", mirrored)) == 200
+    assert int(s2.reduce("sum", s2.run(lambda: jnp.int8(100)))) == 200
     other = dj.OneDeviceStrategy("cpu:0")
     assert str(other.reduce("sum", other.run(lambda: jnp.int8(100))).dtype) == "int32"
     assert str(other.reduce("mean", other.run(lambda: jnp.int8(100))).dtype) == "float32"

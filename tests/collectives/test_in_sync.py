@@ -119,8 +119,7 @@ def with_bit(dtype: Any, bit: int) -> Any:
 
 
 def with_bits(dtype: Any) -> int:
-    inexact = jnp.issubdtype(dtype, jnp.floating)
-    return (jnp.finfo(dtype) if inexact else jnp.iinfo(dtype)).bits
+    return (jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)).bits
 
 
 EACH_WIDTH = (jnp.int4, jnp.float8_e5m2, jnp.bfloat16, jnp.float32)

@@ -30,8 +30,7 @@ def reduced(name: str, op: str, dtype: Any = np.float32) -> Any:
         assert isinstance(total["sparse"], BCOO)
         return total["sparse"].todense(), total["dense"]
 
-    values = [v.astype(dtype) for v in VALUES]
-    args = (on_replicas(strategy, values), on_replicas(strategy, ROWS))
+    args = (on_replicas(strategy, [v.astype(dtype) for v in VALUES]), on_replicas(strategy, ROWS))
     return strategy.run(step, args=args)
 
 

@@ -74,14 +74,12 @@ def test_element_spec_is_one_padded_share(replicas: int, size: int, share: int):
     assert x == jax.ShapeDtypeStruct((share,), jnp.int32)
     assert y == jax.ShapeDtypeStruct((share, 1), jnp.float32)
     assert iter(dataset).element_spec[0] == x
-    element = next(iter(dataset))
-    assert element[0].part_shape == x.shape
+    assert next(iter(dataset))[0].part_shape == x.shape
 
 
 def test_element_spec_consumes_nothing():
     """Reading the spec twice consumes nothing of a one-shot source, even if it starts with an empty batch."""
-    empty = np.zeros(0, np.int32)
-    dataset = distribute(iter([empty, *batches(5, 4)]), 2)
+    dataset = distribute(iter([np.zeros(0, np.int32), *batches(5, 4)]), 2)
     assert dataset.element_spec.shape == (2,)
     assert dataset.element_spec.shape == (2,)
     assert all_values(dataset) == [[[0, 1], [2, 3]], [[4], []]]

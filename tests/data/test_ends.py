@@ -58,8 +58,7 @@ def test_padding_alone_adds_nothing_to_a_step(s2: dj.MirroredStrategy):
     dataset = DistributedDataset(feed("global"), mesh=s2.mesh, ends=TwoMore().steps)
     *_, padding = dataset
     assert set(np.asarray(padding.global_array).tolist()) <= set(range(7))
-    total = s2.reduce("sum", padding, axis=0)
-    assert float(total) == 0
+    assert float(s2.reduce("sum", padding, axis=0)) == 0
 
 
 def test_the_position_does_not_count_padding():

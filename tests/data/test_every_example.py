@@ -63,8 +63,7 @@ def test_per_replica_batches_keep_each_example_once_and_in_order(
 ):
     """distribute_datasets_from_function: one dataset, whose batches the replicas take in turn."""
     options = InputOptions(partial=partial)
-    source = find_source(lambda: examples(sizes))
-    feed = PerReplicaFeed([source], options, replicas)
+    feed = PerReplicaFeed([find_source(lambda: examples(sizes))], options, replicas)
     epoch = list(DistributedDataset(feed, mesh=mesh_of(replicas)))
     assert column(epoch, "x").tolist() == list(range(sum(sizes)))
 

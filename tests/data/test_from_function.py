@@ -48,8 +48,7 @@ def test_per_replica_calls_the_function_for_each_replica(strategy: dj.Strategy):
         return [np.full(2, 10 * context.input_pipeline_id + step) for step in range(2)]
 
     dataset = strategy.distribute_datasets_from_function(dataset_fn, PER_REPLICA)
-    expected = [[[10 * i + step] * 2 for i in range(n)] for step in range(2)]
-    assert all_values(dataset) == expected
+    assert all_values(dataset) == [[[10 * i + step] * 2 for i in range(n)] for step in range(2)]
     assert seen == [dj.InputContext(n, i, n) for i in range(n)]
     assert dataset.cardinality == 2
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from distribute_jax import ContextError
 from distribute_jax.data import _prefetch
 from distribute_jax.data._prefetch import InputStallMonitor, Prefetcher
 
@@ -187,6 +188,27 @@ def test_a_loop_continues_after_an_interrupt_before_the_thread_runs(
             next(prefetcher)
     assert prefetcher._elements is not None
     assert list(prefetcher) == [0, 1, 2]
+
+
+def test_an_interrupt_neither_ends_a_pass_in_silence_nor_loses_a_batch() -> None:
+    """Ctrl-C ends a generator in the loop's thread: that is an error. What the thread has read is kept."""
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    elements = (interrupted() if i else i for i in range(3))
+    prefetcher = Prefetcher(elements, 2, InputStallMonitor(), can_change_thread=True)
+    assert next(prefetcher) == 0
+    for error in KeyboardInterrupt, ContextError, StopIteration:
+        with pytest.raises(error):
+            next(prefetcher)
+    prefetcher = prefetched(i for i in range(3))
+    buffer = prefetcher._buffer
+    slots, buffer._free_slots = buffer._free_slots, type("Slots", (), {"put": interrupted})
+    with pytest.raises(KeyboardInterrupt):
+        buffer.put(0) or buffer.take()
+    buffer._free_slots = slots
+    assert list(prefetcher) == [0, 0, 1, 2]
 
 
 def test_a_loop_that_waits_for_its_data_is_reported_once(

@@ -16,8 +16,7 @@ ROOT = Path(__file__).parents[2]
 def words(picture: Path) -> list[str]:
     """The words of a picture, without numbers, which a machine's speed and JAX's version change."""
     lines = re.findall(r">([^<]*)</text>", picture.read_text("utf-8"))
-    text = " ".join(lines).replace("&#160;", " ")
-    return re.sub(r"[\d.,]+(?: m?s\b)?", "0", text).split()
+    return re.sub(r"[\d.,]+(?: m?s\b)?", "0", " ".join(lines).replace("&#160;", " ")).split()
 
 
 @pytest.mark.exhaustive

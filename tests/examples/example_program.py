@@ -24,8 +24,7 @@ def environment() -> dict[str, str]:
 def job_environment(folder: Path) -> dict[str, str]:
     """Returns an environment in which what one process has compiled, others find in a folder."""
     cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")}
-    every = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    return {**cache, **environment(), **every}
+    return {**cache, **environment(), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 
 def output(name: str, *arguments: object, folder: Path) -> str:

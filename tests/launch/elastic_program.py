@@ -34,8 +34,7 @@ def own_loop(strategy, directory, drop, until=None):
     """Yields the step, the ids of its global batch in order, and its loss; saves after a last step."""
     with strategy.scope():
         model = Net(nnx.Rngs(0), drop)
-        schedule = optax.exponential_decay(0.05, 5, 0.7)
-        optimizer = dj.Optimizer(model, optax.adam(schedule))
+        optimizer = dj.Optimizer(model, optax.adam(optax.exponential_decay(0.05, 5, 0.7)))
     ids = np.arange(ROWS, dtype=np.float32)[:, None]
     source = dj.data.from_arrays(ids).shuffle(seed=1).batch(BATCH).repeat(EPOCHS)
     batches = iter(strategy.distribute_dataset(source))

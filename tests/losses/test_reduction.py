@@ -72,8 +72,7 @@ def test_every_reduction_is_that_of_one_device_on_full_and_partial_batches(strat
     """8, 13 and 1 examples with time steps; weights per example and per time step; ignored classes."""
     data = [batch(n) for n in SIZES]
     for given, distributed in zip(data, strategy.distribute_dataset(data), strict=True):
-        parts = strategy.run(step, args=(distributed,))
-        found = strategy.reduce("sum", parts, axis=None)
+        found = strategy.reduce("sum", strategy.run(step, args=(distributed,)), axis=None)
         for key, value in expected(given).items():
             assert float(found[key]) == pytest.approx(value, rel=2e-5, abs=1e-6), (
                 key,
@@ -102,8 +101,7 @@ def test_gradients_are_those_of_one_device_and_padding_of_nan_does_not_count(str
             y_pred = jnp.where(real, slope * x, jnp.nan)
             return make()(jnp.zeros(len(x)), y_pred, None if weights is None else w)
 
-        found = jax.value_and_grad(part)(1.0)
-        return dj.get_replica_context().all_reduce("sum", found)
+        return dj.get_replica_context().all_reduce("sum", jax.value_and_grad(part)(1.0))
 
     for case, (n, _, weights, loss, after) in KERAS.items():
         x = np.arange(1, n + 1, dtype=np.float32)[:, None]

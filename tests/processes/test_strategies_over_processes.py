@@ -49,8 +49,7 @@ def summed(strategy: dj.Strategy, options: Any = None) -> tuple[list[float], str
     )
 
     def step(x):
-        tree = [x, 2 * x, jnp.full(3, x)]
-        return dj.get_replica_context().all_reduce("sum", tree, options)
+        return dj.get_replica_context().all_reduce("sum", [x, 2 * x, jnp.full(3, x)], options)
 
     sums = [float(np.ravel(s.addressable_data(0))[0]) for s in strategy.run(step, args=(values,))]
     *_, program = strategy._runner.cache.programs.values()

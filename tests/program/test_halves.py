@@ -77,8 +77,7 @@ def sent(part: Any) -> Callable[..., list[Any]]:
 
 def keyed(x: jax.Array, like: Any) -> jax.Array:
     """Returns random keys from their numbers."""
-    is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
-    return jax.random.wrap_key_data(x) if is_key else x
+    return jax.random.wrap_key_data(x) if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else x
 
 
 def key(leaf: Any) -> Any:

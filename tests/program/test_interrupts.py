@@ -291,8 +291,7 @@ def count_lost(times: int, loop: Callable[[], None], is_lost: Callable[[], bool]
 @pytest.mark.parametrize("kind", ["run", "run_steps", "fit"])
 def test_three_hundred_interrupts_at_random_moments_lose_nothing(s4: dj.Strategy, kind: str):
     with s4.scope():
-        layers = [nnx.Linear(64, 64, rngs=nnx.Rngs(i)) for i in range(4)]
-        module = nnx.Sequential(*layers)
+        module = nnx.Sequential(*[nnx.Linear(64, 64, rngs=nnx.Rngs(i)) for i in range(4)])
         optimizer = dj.Optimizer(module, optax.adam(1e-3))
         model = dj.Model(module)
         model.compile(optimizer="adam", loss="mse")

@@ -34,6 +34,20 @@ def test_the_average_loss_divides_by_the_real_examples(strategy: dj.Strategy):
     np.testing.assert_allclose(losses, [x.sum(1).mean() for x in data], rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:The global batch has")
+def test_batches_are_explicit_transfers(strategy: dj.Strategy):
+    """JAX's transfer guard lets full and partial batches pass, and ``fit``; not the numbers of a user."""
+    with strategy.scope():
+        model = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+        model.compile(optax.sgd(0.1), "mse")
+    with jax.transfer_guard("disallow"):
+        for x in strategy.distribute_dataset(batches(8, 5)):
+            strategy.reduce("sum", strategy.run(lambda x: 2 * x, args=(x,)), axis=0)
+        model.fit(np.ones((5, 3), np.float32), np.ones((5, 1)), batch_size=4, verbose=0)
+        with pytest.raises(RuntimeError, match="Disallowed host-to-device transfer"):
+            strategy.run(lambda x: x, args=(2.0,))
+
+
 @pytest.mark.filterwarnings("ignore:The global batch has 4 examples for 8")
 def test_five_samples_in_batches_of_four_give_the_exact_weight(strategy: dj.Strategy):
     """TensorFlow has 0.6375 on two replicas and 0.74375 on four; one device has 0.425."""
@@ -352,8 +366,7 @@ def test_counting_the_padding_is_refused(s4: dj.MirroredStrategy, step: object, 
 
 def test_counting_the_real_examples_is_right(s4: dj.MirroredStrategy):
     _, partial = s4.distribute_dataset(batches(8, 5))
-    real = s4.run(lambda x: total(jnp.sum(mask())), args=(partial,))
-    assert int(real) == 5
+    assert int(s4.run(lambda x: total(jnp.sum(mask())), args=(partial,))) == 5
 
 
 def test_random_numbers_from_a_key_argument_are_not_a_leak(s4: dj.MirroredStrategy):

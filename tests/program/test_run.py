@@ -106,9 +106,7 @@ def test_kwargs_must_be_a_dict(s2: dj.MirroredStrategy):
 
 def test_exactly_the_per_replica_values_are_split(s2: dj.MirroredStrategy):
     value = s2.run(replica_id)
-    whole = jnp.arange(2.0)
-    shapes = s2.run(lambda a, b: (a.shape, b.shape), args=(value, whole))
-    assert shapes == ((), (2,))
+    assert s2.run(lambda a, b: (a.shape, b.shape), args=(value, jnp.arange(2.0))) == ((), (2,))
 
 
 def test_numbers_are_data_and_compile_once(s2: dj.MirroredStrategy):

@@ -186,8 +186,7 @@ def test_memory_and_time_of_a_hundred_thousand_such_calls_are_constant(s2: dj.St
 
 
 def _resident_kilobytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0])
+    return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
 
 
 @pytest.mark.parametrize("flag", FLAGS)

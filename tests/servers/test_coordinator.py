@@ -216,8 +216,7 @@ def test_the_next_closure_starts_from_what_the_user_wrote() -> None:
     coordinator.schedule(step, args=(1.0,))
     coordinator.join(SECONDS)
     model.w[...] = jnp.float32(4)
-    loss = coordinator.schedule(step, args=(4.0,))
-    assert loss.fetch() == 0
+    assert coordinator.schedule(step, args=(4.0,)).fetch() == 0
     coordinator.join(SECONDS)
     assert float(model.w[...]) == 4
 
@@ -624,8 +623,7 @@ def alternated(strategy: Any, schedule: Callable[..., Any]) -> list[Any]:
     def step_of(model: nnx.Module, other: nnx.Module, optimizer: nnx.Optimizer) -> Any:
         def loss_of(model: nnx.Module, other: nnx.Module, x: jax.Array) -> jax.Array:
             first, second = (model, other) if isinstance(model, nnx.Linear) else (other, model)
-            made = second(first(x))
-            return dj.compute_average_loss(jnp.square(made[:, 0] - 1))
+            return dj.compute_average_loss(jnp.square(second(first(x))[:, 0] - 1))
 
         def step(x: jax.Array) -> jax.Array:
             loss, grads = nnx.value_and_grad(loss_of)(model, other, x)
@@ -867,8 +865,7 @@ def test_a_variable_of_another_shape_is_traced_again() -> None:
 
     before = coordinator.schedule(mean, args=(value,))
     table.set_value(jnp.arange(2.0))
-    after = coordinator.schedule(mean, args=(value,))
-    assert coordinator.fetch([before, after]) == [2.5, 1.5]
+    assert coordinator.fetch([before, coordinator.schedule(mean, args=(value,))]) == [2.5, 1.5]
     coordinator.join(SECONDS)
     assert table.shape == (2,)
 
@@ -918,8 +915,7 @@ def test_random_keys_are_fetched_as_they_are() -> None:
 
 def test_workers_can_join_after_an_interrupted_removal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that have left do not count as there."""
-    coordinator = queue.Coordinator(2, [], 0.0, jax.devices()[0])
-    engine = _engines.Engine(coordinator, jax.devices())
+    engine = _engines.Engine(queue.Coordinator(2, [], 0.0, jax.devices()[0]), jax.devices())
     engine.start()
     _, leaving = engine._threads
     with monkeypatch.context() as patched:

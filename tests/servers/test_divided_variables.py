@@ -84,8 +84,7 @@ def by_row(update: jax.Array, params: Any = None) -> jax.Array:
     if update.ndim == 1:
         return update
     largest = jnp.squeeze(jnp.abs(update.reshape(update.shape[0], -1, 1)).max(1, keepdims=True), 1)
-    positive = (update > 0).sum(1)[:, None]
-    return jnp.where((largest > 4) | (positive > 2), update / 2, update)
+    return jnp.where((largest > 4) | ((update > 0).sum(1)[:, None] > 2), update / 2, update)
 
 
 OPTIMIZERS = {

@@ -151,8 +151,7 @@ def test_rows_out_of_range_read_as_of_the_whole_table(sent: list[int]) -> None:
         model = nnx.Embed(ROWS, FEATURES, rngs=nnx.Rngs(0))
 
     def read(ids: jax.Array) -> Any:
-        table = model.embedding[...]
-        return model(ids), jnp.take(table, ids, axis=0, mode="clip")
+        return model(ids), jnp.take(model.embedding[...], ids, axis=0, mode="clip")
 
     table = model.embedding[...]
     for ids in ([-1, 3, 3, ROWS, -ROWS - 1, 1999, 0], [5], []):

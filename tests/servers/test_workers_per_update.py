@@ -148,8 +148,7 @@ def test_a_partial_batch_is_divided_as_among_replicas() -> None:
     _, last = strategy.distribute_dataset([np.ones(4), np.arange(1.0, 4)])
 
     def step(x: jax.Array) -> Any:
-        total = dj.get_replica_context().all_reduce("sum", dj.compute_average_loss(x))
-        return total, 2 * x
+        return dj.get_replica_context().all_reduce("sum", dj.compute_average_loss(x)), 2 * x
 
     total, (first, second) = coordinator.fetch(coordinator.schedule(step, args=(last,)))
     assert (total, list(first), list(second)) == (2, [2, 4], [6])

@@ -176,7 +176,7 @@ def test_a_gpu_that_jax_does_not_see_says_what_to_install():
         dj.OneDeviceStrategy("gpu:0")
 
 
-@pytest.mark.parametrize("name", ["cpu:99", 99, -1, "nonsense:0", "", 1.5, True])
+@pytest.mark.parametrize("name", ["cpu:99", 99, -1, "x:0", "", 1.5, True, "/task:1/cpu:0"])
 def test_an_unknown_device_raises_and_lists_the_local_ones(name: object):
     with pytest.raises(ValueError, match="'cpu:0', 'cpu:1'"):
         dj.OneDeviceStrategy(name)

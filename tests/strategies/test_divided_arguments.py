@@ -80,8 +80,7 @@ def test_a_train_state_stays_sharded_and_equals_a_mirrored_one(
 @pytest.mark.exhaustive
 def test_rules_shard_a_train_state() -> None:
     rules = {r"Dense_0.kernel": PartitionSpec(None, "model")}
-    strategy = dj.ModelParallelStrategy([0, 1, 2, 3], model=2, rules=rules)
-    ours, losses = trained(strategy)
+    ours, losses = trained(dj.ModelParallelStrategy([0, 1, 2, 3], model=2, rules=rules))
     for kernel in (ours.params["Dense_0"]["kernel"], ours.opt_state[0].trace["Dense_0"]["kernel"]):
         assert kernel.sharding.spec == PartitionSpec("data", "model")
     one, theirs = trained(dj.OneDeviceStrategy("cpu:0"))

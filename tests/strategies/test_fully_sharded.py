@@ -151,8 +151,7 @@ def values(tree: Any) -> Any:
 def assert_same_bits(a: Any, b: Any) -> None:
     """Asserts that two pytrees have the same bits."""
     pairs = zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True)
-    differing = [jax.tree_util.keystr(path) for (path, x), y in pairs if not np.array_equal(x, y)]
-    assert not differing
+    assert not [jax.tree_util.keystr(path) for (path, x), y in pairs if not np.array_equal(x, y)]
 
 
 def test_every_device_keeps_its_share(
@@ -328,8 +327,7 @@ def test_a_condition_an_average_and_frozen_parameters(devices: int, shard_over: 
                 losses = optax.softmax_cross_entropy_with_integer_labels(m(tokens), targets)
                 return dj.compute_average_loss(losses.mean(1))
 
-            wrt = nnx.DiffState(0, o.wrt)
-            loss, grads = nnx.value_and_grad(loss_fn, argnums=wrt)(m)
+            loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, o.wrt))(m)
             loss, grads = dj.get_replica_context().all_reduce("sum", (loss, grads))
             nnx.cond(loss > 0, lambda m, o: [o.update(m, grads)][:0], lambda m, o: [], m, o)
             mixed = jax.tree.map(lambda x, y: 0.9 * x + 0.1 * y, nnx.state(a), nnx.state(m))
@@ -364,8 +362,7 @@ def test_verify_compares_with_one_device_and_finds_a_mean(name: str) -> None:
 
     def wrong(tokens: jax.Array, targets: jax.Array) -> None:
         def loss_fn(model: Any) -> jax.Array:
-            losses = optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets)
-            return losses.mean()
+            return optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets).mean()
 
         grads = nnx.grad(loss_fn)(model)
         optimizer.update(model, dj.get_replica_context().all_reduce("sum", grads))
@@ -457,6 +454,5 @@ def test_wrong_arguments() -> None:
 
 def test_the_state_of_a_metric_is_whole() -> None:
     """However large it is: it is read on the host after each epoch."""
-    curve = dj.metrics.AUC(num_thresholds=2000)
-    rows = dj.FullyShardedStrategy([0, 1]).placement(curve)
+    rows = dj.FullyShardedStrategy([0, 1]).placement(dj.metrics.AUC(num_thresholds=2000))
     assert {row.why for row in rows} == {"read on the host after each epoch"}

@@ -42,8 +42,7 @@ def test_datasets_are_made_in_cross_replica_context(s2: dj.MirroredStrategy):
 def test_a_step_has_the_same_numbers_under_both_sharding_policies(
     strategy: dj.Strategy, policy: str
 ):
-    options = dj.InputOptions(auto_shard_policy=policy)
-    dataset = strategy.distribute_dataset(BATCHES, options)
+    dataset = strategy.distribute_dataset(BATCHES, dj.InputOptions(auto_shard_policy=policy))
     for batch, element in zip(BATCHES, dataset, strict=True):
         losses = strategy.run(lambda x: dj.compute_average_loss(x**2), args=(element,))
         loss = strategy.reduce("sum", losses, axis=None)

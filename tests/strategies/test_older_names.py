@@ -81,8 +81,7 @@ def test_make_input_fn_iterator(s2: dj.MirroredStrategy):
 
 def test_experimental_run(s2: dj.MirroredStrategy):
     """The element is the only argument; without an iterator there is none."""
-    pairs = [(batch, batch) for batch in BATCHES]
-    iterator = iter(s2.distribute_dataset(pairs))
+    iterator = iter(s2.distribute_dataset([(batch, batch) for batch in BATCHES]))
     with pytest.warns(DeprecationWarning, match=r"strategy\.run\(fn"):
         result = s2.experimental_run(lambda pair: pair[0] + pair[1], iterator)
     assert parts(result) == [[0, 2], [4, 6]]

@@ -66,8 +66,7 @@ def _is_int(parts: list[object]) -> bool:
 )
 def test_padding_is_excluded_everywhere(s4: dj.MirroredStrategy, n: int, counts: tuple[int, ...]):
     rows = np.arange(2 * n, dtype=np.float32).reshape(n, 2) + 1
-    batches = [np.zeros((8, 2), np.float32), rows]
-    _, batch = s4.distribute_dataset(batches)
+    _, batch = s4.distribute_dataset([np.zeros((8, 2), np.float32), rows])
     assert float(s4.reduce("sum", batch, axis=(0, 1))) == rows.sum()
     np.testing.assert_allclose(s4.reduce("mean", batch, axis=0), rows.mean(0), rtol=1e-6)
     np.testing.assert_array_equal(s4.gather(batch, axis=0), rows)
@@ -168,8 +167,7 @@ def test_gather_joins_in_replica_order(s2: dj.MirroredStrategy):
     assert s2.gather(value, axis=0).tolist() == [[0, 0], [1, 1]]
     assert s2.gather(value, axis=1).tolist() == [[0, 0, 1, 1]]
     assert s2.gather(value, axis=-1).tolist() == [[0, 0, 1, 1]]
-    nest = s2.gather({"a": value}, axis=0)
-    assert nest["a"].tolist() == [[0, 0], [1, 1]]
+    assert s2.gather({"a": value}, axis=0)["a"].tolist() == [[0, 0], [1, 1]]
 
 
 def test_gather_of_different_lengths_along_the_axis(s2: dj.MirroredStrategy):
@@ -219,8 +217,7 @@ def test_values_of_different_lengths_run_with_a_mask(s2: dj.MirroredStrategy):
     value = per_replica(s2, [np.array([1.0, 2.0, 4.0]), np.array([4.0])])
 
     def step(x: jax.Array):
-        mask = dj.get_replica_context().batch_mask
-        return jnp.sum(jnp.where(mask, x, 0)), x + 1
+        return jnp.sum(jnp.where(dj.get_replica_context().batch_mask, x, 0)), x + 1
 
     sums, rows = s2.run(step, args=(value,))
     assert [float(v) for v in s2.experimental_local_results(sums)] == [7.0, 4.0]
@@ -266,8 +263,7 @@ def test_formats_and_attributes_of_arrays_say_how_to_get_one_array(s2: dj.Mirror
 def test_results_mix_with_arrays_on_any_device(s4: dj.MirroredStrategy):
     value = s4.run(replica_id)
     mean = s4.reduce("mean", value)
-    locals_ = s4.experimental_local_results(value)
-    others = [jnp.ones(()), s4.run(lambda: jnp.ones(())), *locals_]
+    others = [jnp.ones(()), s4.run(lambda: jnp.ones(())), *s4.experimental_local_results(value)]
     for other in others:
         assert float(mean + other) == 1.5 + float(other)
         with s4.scope():

@@ -253,8 +253,7 @@ def test_accumulated_gradients_and_run_steps(replicas: int) -> None:
 
 
 def _outside_conditions_is_no(program: Any, collective: str) -> None:
-    entry = program.compiled.as_text().partition("\nENTRY ")[2]
-    assert f" {collective}(" not in entry
+    assert f" {collective}(" not in program.compiled.as_text().partition("\nENTRY ")[2]
 
 
 def test_gradients_are_scattered_inside_a_jit(z4: dj.MirroredStrategy) -> None:

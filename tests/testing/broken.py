@@ -17,16 +17,14 @@ class ForgetsReplica0(dj.CrossDeviceOps):
     """Adds all but the first."""
 
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
-        gathered = jax.lax.all_gather(value, axis_name)
-        return jnp.sum(gathered[1:], axis=0, dtype=value.dtype)
+        return jnp.sum(jax.lax.all_gather(value, axis_name)[1:], axis=0, dtype=value.dtype)
 
 
 class Averages(dj.CrossDeviceOps):
     """Returns the mean, as pmean would."""
 
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
-        total = jax.lax.psum(value, axis_name)
-        return (total / jax.lax.axis_size(axis_name)).astype(value.dtype)
+        return (jax.lax.psum(value, axis_name) / jax.lax.axis_size(axis_name)).astype(value.dtype)
 
 
 class Rounds(dj.CrossDeviceOps):

@@ -85,8 +85,7 @@ def test_verify_first_checks_once_and_always_each_time(s4: dj.MirroredStrategy):
     right = jnp.ones(())  # captured: read at each call, so a wrong value needs no new program
 
     def step(x: jax.Array):
-        count = dj.get_replica_context().num_replicas_in_sync
-        scale = jnp.where(right > 0, 1.0, count)
+        scale = jnp.where(right > 0, 1.0, dj.get_replica_context().num_replicas_in_sync)
         return dj.get_replica_context().all_reduce("sum", jnp.sum(x) * scale)
 
     (element,) = s4.distribute_dataset([np.ones(8, np.float32)])

@@ -21,5 +21,4 @@ def _on_cores(replicas: int, cores: int) -> dj.TPUStrategy:
     topology = dj.initialize_tpu_system(resolver)
     own = topology.device_coordinates[0]
     chosen = [[own[core * replicas + i] for core in range(cores)] for i in range(replicas)]
-    assignment = dj.tpu.experimental.DeviceAssignment(topology, chosen)
-    return dj.TPUStrategy(resolver, assignment)
+    return dj.TPUStrategy(resolver, dj.tpu.experimental.DeviceAssignment(topology, chosen))

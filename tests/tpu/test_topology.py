@@ -99,8 +99,7 @@ def test_blocks_with_a_stride_interleave():
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite"])
 def test_the_replicas_of_a_process_are_contiguous_neighbours(kind):
     """JAX's order over all hosts of a 4 × 4 grid alternates between hosts."""
-    devices = hosts(2, 2, kind)
-    order = in_topology_order(devices[::-1])
+    order = in_topology_order(hosts(2, 2, kind)[::-1])
     owners = [device.process_index for device in order]
     assert owners == sorted(owners)
     assert sorted(device.id for device in order) == list(range(16))

@@ -200,8 +200,7 @@ def test_only_trained_weights_change_and_have_optimizer_state(s4: dj.Strategy):
 
 
 def test_filters_that_select_no_weight_are_refused():
-    one = dj.OneDeviceStrategy("cpu:0")
-    model = headed(one, trainable=lambda path, _: "norm" in path)
+    model = headed(dj.OneDeviceStrategy("cpu:0"), trainable=lambda path, _: "norm" in path)
     assert "2,048 trained parameters" in repr(model)
     with pytest.raises(dj.ArgumentError, match=r"(?s)selects no weight of:.*head\.kernel"):
         model.compile(trainable="^haed")

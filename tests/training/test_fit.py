@@ -212,8 +212,7 @@ def test_several_outputs_and_added_losses(strategy: dj.Strategy):
     assert logs == pytest.approx({"loss": total, **expected}, rel=1e-5)
     history = model.fit(X, {"a": target, "b": target}, batch_size=22, verbose=0)
     assert history.history["loss"][0] == pytest.approx(total, rel=1e-5)
-    after = model.evaluate(X, {"a": target, "b": target}, batch_size=22)[0]
-    assert after < total
+    assert model.evaluate(X, {"a": target, "b": target}, batch_size=22)[0] < total
 
 
 class HalvedLoss(dj.Model):
@@ -335,8 +334,7 @@ def test_logits_are_refused_where_probabilities_are_expected(s4: dj.MirroredStra
             return nnx.softmax(super().__call__(x))
 
     fine = make_model(s4, Softmax, loss="sparse_categorical_crossentropy")
-    logits = make_model(s4)
-    expected = logits.evaluate(X, Y, batch_size=8)
+    expected = make_model(s4).evaluate(X, Y, batch_size=8)
     assert fine.evaluate(X, Y, batch_size=8) == pytest.approx(expected, rel=1e-5)
 
 

@@ -106,12 +106,22 @@ def test_data_without_a_batch_warns(s4: dj.MirroredStrategy):
             run([], verbose=0)
 
 
-def test_validation_continues_with_an_iterator(s4: dj.MirroredStrategy):
-    """As in Keras: it cannot start again, so each epoch takes its next batches; a list starts again."""
+def test_an_iterator_is_continued(s4: dj.MirroredStrategy):
+    """It cannot start again: each epoch or call takes its next batches; a list starts again."""
     model = make_model(s4, optimizer=optax.sgd(0.0))
     batches = [(X, Y * i) for i in range(6)]
     single = [model.evaluate(*batch, verbose=0) for batch in batches]
     next_two = [np.mean(single[i : i + 2]) for i in (0, 2, 4)]
     for data, expected in (iter(batches), next_two), (batches, next_two[:1] * 3):
-        history = model.fit(X, Y, epochs=3, validation_data=data, validation_steps=2, verbose=0)
-        assert history.history["val_loss"] == pytest.approx(expected)
+        losses = []
+        for epochs in (2, 1):
+            validation: Any = {"validation_data": data, "validation_steps": 2, "verbose": 0}
+            losses += model.fit(X, Y, epochs=epochs, **validation).history["val_loss"]
+        assert losses == pytest.approx(expected)
+    data = (batch for batch in batches)
+    losses = [model.evaluate(data, steps=1, verbose=0) for _ in range(2)]
+    losses += model.fit(data, steps_per_epoch=1, epochs=2, verbose=0).history["loss"]
+    losses += model.fit(data, steps_per_epoch=1, verbose=0).history["loss"]
+    assert [*losses, model.evaluate(data, verbose=0)] == pytest.approx(single)
+    with pytest.raises(ValueError, match="two distributed datasets"):
+        model.evaluate(data, verbose=0)

@@ -142,8 +142,7 @@ def test_the_message_says_what_to_write(mistake: str, s2: dj.MirroredStrategy, t
     make, words = WRONG[mistake]
     with pytest.raises((ValueError, TypeError, linen.module.errors.FlaxError)) as caught:
         make(s2, tmp_path)
-    notes = getattr(caught.value, "__notes__", [])
-    text = "\n".join([str(caught.value), *notes])
+    text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     caught.match(words)
     assert len(str(caught.value)) < 900
     assert not any(part in text for part in ("Param(", "# Param", "array([")), text

@@ -268,8 +268,7 @@ def test_a_batch_of_one_row_per_replica_is_not_mistaken_for_pmaps_layout(s2: dj.
 
 
 def test_a_schedule_of_optax_sets_the_rate(s2: dj.MirroredStrategy):
-    schedule = optax.cosine_decay_schedule(0.5, 10)
-    history = fit(s2, [dj.callbacks.LearningRateScheduler(schedule)])
+    history = fit(s2, [dj.callbacks.LearningRateScheduler(optax.cosine_decay_schedule(0.5, 10))])
     assert history.history["learning_rate"] == [0.5]
 
 

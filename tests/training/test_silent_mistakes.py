@@ -80,8 +80,7 @@ def forgets(strategy: dj.Strategy) -> None:
     (batch,) = strategy.distribute_dataset([X])
 
     def step(params: Any, x: Any) -> None:
-        mean = dj.get_replica_context().all_reduce("mean", x.mean())
-        params["w"] = params["w"] - mean
+        params["w"] = params["w"] - dj.get_replica_context().all_reduce("mean", x.mean())
 
     strategy.run(step, args=({"w": jnp.ones(3)}, batch))
 
@@ -189,8 +188,7 @@ def test_an_object_with_a_length_and_items_ends(s2: dj.MirroredStrategy):
         def __getitem__(self, i: int) -> Any:
             return X[8 * i : 8 * i + 8]
 
-    shapes = [batch.part_shape for batch in s2.distribute_dataset(Slices())]
-    assert shapes == [(4, 3), (4, 3)]
+    assert [batch.part_shape for batch in s2.distribute_dataset(Slices())] == [(4, 3), (4, 3)]
 
 
 def test_replay_steps_leaves_the_refusal_of_a_partial_batch_to_the_step(s2: dj.MirroredStrategy):

@@ -102,8 +102,7 @@ def test_a_mean_of_narrow_numbers_is_exact_and_keeps_the_dtype(s4: dj.MirroredSt
         mean, statistic = Averaged(jnp.zeros((), dtype)), nnx.BatchStat(jnp.zeros((), dtype))
 
     def step() -> None:
-        replica = dj.get_replica_context().replica_id_in_sync_group
-        mean[...] = statistic[...] = values[replica]
+        mean[...] = statistic[...] = values[dj.get_replica_context().replica_id_in_sync_group]
 
     s4.run(step)
     expected = values.astype(jnp.float32).mean().astype(dtype)

@@ -236,8 +236,7 @@ def from_arrays(tree: PyTree, *more: PyTree) -> ArrayDataset:
             "dj.data.from_arrays takes one pytree of arrays: dj.data.from_arrays((x, y))."
         )
     tree = jax.tree.map(_array, on_host(tree, "arrays"))
-    rows = check_rows(tree, "dj.data.from_arrays")
-    return ArrayDataset(tree, Order(rows))
+    return ArrayDataset(tree, Order(check_rows(tree, "dj.data.from_arrays")))
 
 
 def _array(leaf: Any) -> Any:

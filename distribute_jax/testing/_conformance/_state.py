@@ -216,8 +216,7 @@ def batch_norm(s: Subject) -> Iterator[Fact]:
     (batch,) = s.batches([x])
     local_variance = float(np.mean([part.var() for part in np.split(x, s.n)]))
     for kind, axis, variance in (("synchronised", "data", 5.25), ("local", None, local_variance)):
-        make = partial(nnx.BatchNorm, 1, momentum=0.5, axis_name=axis, rngs=nnx.Rngs(0))
-        norm = s.create(make)
+        norm = s.create(partial(nnx.BatchNorm, 1, momentum=0.5, axis_name=axis, rngs=nnx.Rngs(0)))
         out = s.run(norm, batch)
         yield from compare(
             f"the {kind} running mean", norm.mean[...], np.asarray([2.25], np.float32)
@@ -287,8 +286,7 @@ def _by_hand(model: Any, sizes: tuple[int, ...]) -> dict[str, Any]:
         error = x @ w + b - y[:, None]
         losses.append((error**2).mean())
         gradients = [2 * error.mean(0), 2 * x.T @ error / len(x)]
-        norm = np.sqrt(sum((g**2).sum() for g in gradients))
-        scale = min(1.0, _NORM / norm)
+        scale = min(1.0, _NORM / np.sqrt(sum((g**2).sum() for g in gradients)))
         momenta = [_MOMENTUM * m + scale * g for m, g in zip(momenta, gradients, strict=True)]
         b, w = b - _RATE * momenta[0], w - _RATE * momenta[1]
     trained = {"losses": np.asarray(losses), "parameters": [b, w], "momenta": momenta}

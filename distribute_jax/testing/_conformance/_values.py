@@ -189,8 +189,7 @@ def reduce(s: Subject) -> Iterator[Fact]:
         "sum of an equal result", s.strategy.reduce("sum", equal), np.float32(s.n**2)
     )
     uneven = s.per_replica([np.full(i, 2.0**i, np.float32) for i in range(1, s.n + 1)])
-    elements = [2.0**i for i in range(1, s.n + 1) for _ in range(i)]
-    mean = np.float32(np.mean(elements))
+    mean = np.float32(np.mean([2.0**i for i in range(1, s.n + 1) for _ in range(i)]))
     yield from compare("mean of uneven parts", s.strategy.reduce("mean", uneven, axis=0), mean)
     yield refuses("reduce_op 'max'", lambda: s.strategy.reduce("max", mine), ValueError)
 

@@ -68,8 +68,7 @@ def test_a_map_dataset_is_shuffled_again_in_each_epoch():
 
 def test_filtered_elements_do_not_count_as_batches():
     """A filter after batch removes batches: the position counts the remaining ones."""
-    dataset = grain.MapDataset.range(8).batch(2).filter(lambda batch: batch[0] != 2)
-    source = find_source(dataset)
+    source = find_source(grain.MapDataset.range(8).batch(2).filter(lambda batch: batch[0] != 2))
     assert [batch.tolist() for batch in source.open(0, 1)] == [[4, 5], [6, 7]]
     assert [batch.tolist() for batch in source.open(1, 2)] == [[6, 7]]
     assert source.length is None

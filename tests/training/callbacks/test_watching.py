@@ -67,8 +67,7 @@ def test_the_rate_falls_on_a_plateau_and_nothing_is_compiled_again(example: Any,
     # Each entry is the rate of that epoch's step; the change comes after it.
     assert rates == pytest.approx([0.01] * 3 + [0.005] * 3 + [0.004] * 3)
     assert example.traces == before
-    factors = [1 - 51 * rate for rate in rates]
-    assert example.w == pytest.approx(np.prod(factors), rel=1e-5)
+    assert example.w == pytest.approx(np.prod([1 - 51 * rate for rate in rates]), rel=1e-5)
 
 
 def test_a_scheduler_sets_the_rate_of_every_epoch_and_nothing_is_compiled_again(
@@ -245,8 +244,7 @@ def test_rates_grow_until_the_loss_does(s2: dj.Strategy):
     np.testing.assert_allclose(finder.rates, np.geomspace(1e-5, 100, 40)[:tried], rtol=1e-5)
     lowest = min(finder.losses[10:])
     assert finder.losses[-1] > 4 * lowest > max(finder.losses[10:-1])
-    at = finder.rates.index(finder.suggestion)
-    assert 10 <= at < finder.losses.index(lowest)
+    assert 10 <= finder.rates.index(finder.suggestion) < finder.losses.index(lowest)
 
 
 def test_too_few_batches_and_wrong_rates():
