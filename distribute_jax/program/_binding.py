@@ -86,8 +86,12 @@ class Binding:
         self.on_release: list[Callable[[], None]] = []
         self.model_ids = {id(v) for v in values if isinstance(v, (nnx.Pytree, nnx.Variable))}
         self._roots = [_weak(values[i], weakref.ref(self)) for i in compared]
-        # The list of guarded objects would keep a root alive that is also one of them.
+        # The lists of the guard would keep a root alive that is also in them.
         root_ids = set(self._root_ids)
+        self.guard.owners = [
+            weakref.proxy(v) if id(v) in root_ids and type(v).__weakrefoffset__ else v
+            for v in self.guard.owners
+        ]
         self._guarded_roots = {i: id(v) for i, v in enumerate(self._guarded) if id(v) in root_ids}
         for i in self._guarded_roots:
             self._guarded[i] = None
@@ -115,16 +119,12 @@ class Binding:
 
     def _array_types(self, values: list[Any]) -> list[Any]:
         """Returns the type of each captured array, of which the step may read no more than the shape."""
-        return [
-            _array_type(place.get() if root is None else values[root])
-            for _, place, root in self.arrays
-        ]
+        return [_array_type(p.get() if i is None else values[i]) for _, p, i in self.arrays]
 
     def paths(self) -> list[tuple[Any, ...]]:
         """Returns the path of each variable in the outermost module that holds it."""
-        return variable_paths(
-            self.variables, self.names, filter(None, (node() for node in self.nodes))
-        )
+        nodes = filter(None, (node() for node in self.nodes))
+        return variable_paths(self.variables, self.names, nodes)
 
     def captured_arrays(self) -> list[Any]:
         """Returns the arrays that are at their paths now."""
@@ -182,8 +182,7 @@ def _weak(value: Any, owner: weakref.ref[Binding]) -> Any:
     """Returns a weak reference that releases the binding, or the value itself if it has none."""
 
     def release(_: object) -> None:
-        binding = owner()
-        if binding is not None:
+        if (binding := owner()) is not None:
             binding.alive = False
             binding.release()
 

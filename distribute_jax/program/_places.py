@@ -120,7 +120,7 @@ class IdentityGuard:
         self._iterables: list[Iterable[Any]] = []
         self._items: dict[tuple[int, str], dict[Any, Any]] = {}
         self._class_items: dict[tuple[int, str], types.MappingProxyType[str, Any]] = {}
-        self._owners: list[Any] = []
+        self.owners: list[Any] = []
         self._names: list[str] = []
         self._variables: list[Any] = []
         self._with_metadata: list[Any] = []
@@ -154,7 +154,7 @@ class IdentityGuard:
 
     def add_attribute(self, owner: Any, name: str) -> None:
         """Guards an attribute that is not in a dict, as in a slot."""
-        self._owners.append(owner)
+        self.owners.append(owner)
         self._names.append(name)
 
     def add_metadata(self, variable: Any) -> None:
@@ -191,8 +191,8 @@ class IdentityGuard:
             now += map(dict.get, self._item_tables, self._keys)
         if self._class_tables:
             now += map(types.MappingProxyType.get, self._class_tables, self._class_keys)
-        if self._owners:
-            now += map(getattr, self._owners, self._names, repeat(UNASSIGNED))
+        if self.owners:
+            now += map(getattr, self.owners, self._names, repeat(UNASSIGNED))
         if self._with_metadata:
             now += chain.from_iterable(map(dict.values, read_metadata(self._with_metadata)))
         if self._cells:
