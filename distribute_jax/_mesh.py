@@ -209,16 +209,22 @@ def _put_local_shards(value: Any, to: Sharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(whole.shape, to, shards, dtype=whole.dtype)
 
 
+_NO_GUARD = nullcontext()
+_WAYS = "host_to_device", "device_to_device", "device_to_host"
+_GUARDS = [f"jax_transfer_guard_{way}" for way in _WAYS]
+
+
 def explicit_transfers() -> AbstractContextManager[None]:
     """Returns a context in which JAX's guard takes transfers as explicit, as those of ``device_put`` are."""
-    ways = "host_to_device", "device_to_device", "device_to_host"
-    guards = {getattr(jax.config, f"jax_transfer_guard_{way}") for way in ways}
-    return jax.transfer_guard("allow") if guards & {"log", "disallow"} else nullcontext()
+    guards = [
+        getattr(jax.config, guard) for guard in _GUARDS
+    ]  # None by default; each batch comes here
+    return jax.transfer_guard("allow") if "log" in guards or "disallow" in guards else _NO_GUARD
 
 
 def program_input(value: np.ndarray[Any, Any], mesh: Mesh) -> Any:
     """Returns an array for a compiled program, which is not transferred before unless JAX guards that."""
-    if isinstance(context := explicit_transfers(), nullcontext):
+    if (context := explicit_transfers()) is _NO_GUARD:
         return value
     with context:
         return jax.make_array_from_callback(value.shape, mirrored_sharding(mesh), value.__getitem__)
