@@ -216,9 +216,7 @@ _GUARDS = [f"jax_transfer_guard_{way}" for way in _WAYS]
 
 def explicit_transfers() -> AbstractContextManager[None]:
     """Returns a context in which JAX's guard takes transfers as explicit, as those of ``device_put`` are."""
-    guards = [
-        getattr(jax.config, guard) for guard in _GUARDS
-    ]  # None by default; each batch comes here
+    guards = [getattr(jax.config, guard) for guard in _GUARDS]
     return jax.transfer_guard("allow") if "log" in guards or "disallow" in guards else _NO_GUARD
 
 

@@ -245,11 +245,8 @@ class NotebookBar(Bar):
 
 
 def format_scalars(logs: dict[str, Any] | None) -> list[str]:
-    scalars = {name: float(v) for name, v in (logs or {}).items() if not np.ndim(v)}
-    kinds = {
-        n: ".4f" if value == 0 or abs(value) >= 1e-3 else ".4e" for n, value in scalars.items()
-    }
-    return [f"{name}: {value:{kinds[name]}}" for name, value in scalars.items()]
+    scalars = ((name, float(v)) for name, v in (logs or {}).items() if not np.ndim(v))
+    return [f"{n}: {v:.4e}" if 0 < abs(v) < 1e-3 else f"{n}: {v:.4f}" for n, v in scalars]
 
 
 def _format_seconds(seconds: float) -> str:

@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_231,
+    lines: 50_226,
     lines_of_tests: 49_379,
     files: 204,
     pieces: 0,

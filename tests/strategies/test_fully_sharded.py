@@ -278,8 +278,8 @@ def mirrored_and_divided(
     """Returns two strategies, and how their values are compared: sums of groups have another order."""
     numbers = list(range(devices))
     divided = dj.FullyShardedStrategy(numbers, shard_over=shard_over)
-    compare = assert_close if shard_over else assert_same_bits
-    return (dj.MirroredStrategy(numbers), divided), compare
+    assert_equal = assert_close if shard_over else assert_same_bits
+    return (dj.MirroredStrategy(numbers), divided), assert_equal
 
 
 @pytest.mark.parametrize("tx", [long(clipped), long(lambda: optax.MultiSteps(momentum(), 2))])
@@ -296,7 +296,7 @@ def test_optimizers_that_see_all_gradients(tx: Any, devices: int, shard_over: in
 def test_partial_batches_and_several_steps(shard_over: int | None) -> None:
     """A partial batch, and several steps in one program, leave the bits of mirrored state."""
     runs = []
-    strategies, compare = mirrored_and_divided(4, shard_over)
+    strategies, assert_equal = mirrored_and_divided(4, shard_over)
     for strategy in strategies:
         model, optimizer = made(strategy, MODELS["scan"])
         step = lambda t, y, m=model, o=optimizer: update(m, o, t, y)  # noqa: E731
@@ -304,7 +304,7 @@ def test_partial_batches_and_several_steps(shard_over: int | None) -> None:
         first = strategy.run_steps(step, iterator, 2)
         rest = [strategy.run(step, args=batch) for batch in iterator]
         runs.append((np.asarray(first), list(map(float, rest)), values((model, optimizer))))
-    compare(*runs)
+    assert_equal(*runs)
 
 
 @pytest.mark.exhaustive
@@ -312,7 +312,7 @@ def test_partial_batches_and_several_steps(shard_over: int | None) -> None:
 def test_a_condition_an_average_and_frozen_parameters(devices: int, shard_over: int | None) -> None:
     """An update under lax.cond, an average of the parameters, and parameters that no update touches."""
     runs = []
-    strategies, compare = mirrored_and_divided(devices, shard_over)
+    strategies, assert_equal = mirrored_and_divided(devices, shard_over)
     for strategy in strategies:
         with strategy.scope():
             model = Language("loop")
@@ -336,7 +336,7 @@ def test_a_condition_an_average_and_frozen_parameters(devices: int, shard_over: 
 
         losses = [float(strategy.run(step, args=b)) for b in strategy.distribute_dataset(batches())]
         runs.append((losses, values((model, optimizer, average))))
-    compare(*runs)
+    assert_equal(*runs)
 
 
 LAYOUTS: dict[str, Callable[[], dj.Strategy]] = {
