@@ -49,6 +49,7 @@ from distribute_jax.collectives._reduction import (
 )
 from distribute_jax.processes import describe_processes, doing, job_of
 from distribute_jax.program import MergedValues, is_runtime_failure
+from distribute_jax.strategies._input import stacked_value
 from distribute_jax.variables import Variable, mesh_of_components, on_replicas, readable_raw
 
 _SUM_OF_EQUAL = (
@@ -88,7 +89,7 @@ def reduce_values(op: ReduceOp, values: Sequence[Any], axis: Any, mesh: Mesh) ->
 
 
 def _summable(op: ReduceOp, value: Any, mesh: Mesh) -> Any:
-    """Returns a leaf after checking that it can be reduced; logs if it seems to be reduced twice."""
+    """Returns a leaf that can be reduced, with the other processes' values; logs if it seems reduced."""
     value = check_int_range(value, "strategy.reduce")
     if is_key(getattr(value, "global_array", value)):
         raise ArgumentError(
@@ -107,7 +108,11 @@ def _summable(op: ReduceOp, value: Any, mesh: Mesh) -> Any:
             log_once(_SUM_OF_EQUAL, step, replicas, replicas, about=step)
     elif op is ReduceOp.MEAN and isinstance(value, PerReplica) and value.is_part_of_mean:
         log_once(_MEAN_OF_PARTS, value.step, replicas, about=value.step)
-    return value
+    is_whole = isinstance(value, (DistributedValues, jax.core.Tracer)) or is_local(mesh)
+    if is_whole or not getattr(value, "is_fully_addressable", True):
+        return value
+    own = [value] * len(local_replicas(mesh))  # with several, it is not known how often it counts
+    return value if op is ReduceOp.SUM and len(own) > 1 else stacked_value(own, mesh)
 
 
 def _is_one_array(value: Any) -> bool:
@@ -324,11 +329,7 @@ def _reduce(op: ReduceOp, value: Any, axes: Axes, replicas: int, is_equal: bool)
             "reduce op ReduceOp.SUM: no replica produced it, so it is not known how often it counts. "
             "Reduce what strategy.run returned, or use 'mean'."
         )
-    dims = _dims(axes, array.shape)
-    if dims:
-        array = _total(op, array, dims, math.prod(array.shape[d] for d in dims))
-    else:
-        array = as_dtype(array, _result_dtype(op, array.dtype))
+    array = _reduce_parts(op, [array], axes)
     if not is_equal:
         return array
     return on_host_device(array * replicas if op is ReduceOp.SUM and replicas > 1 else array)

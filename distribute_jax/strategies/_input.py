@@ -218,8 +218,8 @@ def _are_uniform(arrays: Sequence[np.ndarray[Any, Any]], mesh: Mesh) -> bool:
     shapes = [shape for text in everyone for shape in json.loads(text)]
     if len(set(shapes)) > 1:
         raise UnsupportedError(
-            f"value_fn returned values of different shapes, {', '.join(shapes[:8])}. In a job of several "
-            "processes all must have one shape and dtype: pad them to the largest, and return their real "
-            "sizes as a second value."
+            f"The replicas have values of different shapes, {', '.join(shapes[:8])}. In a job of several "
+            "processes all must have one shape and dtype: pad them to the largest, with their real sizes as "
+            "a second value."
         )
     return True

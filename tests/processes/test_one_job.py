@@ -135,6 +135,17 @@ def read():
         "107": [parts(x) for x in s.distribute_datasets_from_function(shard)],
         "contexts": [],
     }
+    made = s.experimental_distribute_values_from_function(
+        lambda c: 10 * c.replica_id_in_sync_group + c.num_replicas_in_sync
+    )
+    packed = dj.experimental.CommunicationOptions(bytes_per_pack=4)
+    outcome["22"] = [int(v) for v in s.experimental_local_results(made)]
+    outcome["32"] = [s.reduce("sum", 1.0), s.reduce("sum", 1 + me), s.reduce("mean", 1 + me)]
+    outcome["52"] = s.run(
+        lambda: dj.get_replica_context().all_reduce(
+            "sum", jax.numpy.array([1.0, 2.0]), options=packed
+        )
+    )
     # Of different lengths: worker 1 goes on with padding alone, and nothing counts it.
     own = s.distribute_datasets_from_function(lambda c: [np.ones(2)] * (2 + me))
     outcome["uneven"] = [float(s.reduce("sum", x, axis=0)) for x in own]
@@ -242,7 +253,9 @@ def test_two_workers_read_the_values_of_the_reference():
     for name, wanted in rows.items():
         for outcome, mine in zip((first, second), wanted, strict=True):
             assert [only for (only,) in outcome[name]] == mine, name
+    assert (first["22"], second["22"]) == ([2], [12])
     for outcome in (first, second):
+        assert [float(v) for v in (*outcome["32"], *outcome["52"])] == [2.0, 3.0, 1.5, 2.0, 4.0]
         assert outcome["uneven"] == [4.0, 4.0, 2.0]
         assert outcome["uneven counts"] == [None, None, (0, 2)]
         assert outcome["after a break"] == [[[0.0, 1.0]], [[2.0, 3.0]], [[4.0, 5.0]], [[6.0, 7.0]]]
