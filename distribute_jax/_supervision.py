@@ -54,6 +54,9 @@ AWAITED = "<- the others wait for it"
 
 DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
+ENDED = ".ended"
+"""Suffix of an empty file beside the status of a process that has ended without an error."""
+
 SIZE = 4096
 PHASE = slice(64, 192)
 ERROR = slice(192, SIZE)
@@ -82,6 +85,12 @@ def read_status(path: str | os.PathLike[str]) -> Status:
         raw = bytes(SIZE)
     (steps,) = struct.unpack_from("=q", raw)
     return Status(step_in(steps), _text(raw[PHASE]), _text(raw[ERROR]))
+
+
+def has_ended(process: int) -> bool:
+    """True if a process of this job has ended without an error; False without a supervisor."""
+    job = os.environ.get(STATUS, "").rpartition("-")[0]
+    return bool(job) and Path(f"{job}-{process}{ENDED}").exists()
 
 
 def _text(raw: bytes) -> str:

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 def findings(address: str | None) -> Iterator[Finding]:
     """Checks everything, cheap and likely problems first; by default for the detected cluster."""
     yield from versions()
-    yield from devices()
+    yield devices()
     process = None
     try:
         resolver = detect()
@@ -98,9 +98,8 @@ def versions() -> Iterator[Finding]:
     missing = [name for name, number in installed.items() if number == "missing"]
     if missing:
         needed = [r for r in requires("distribute-jax") or () if r.startswith(tuple(missing))]
-        yield Finding(
-            "packages", f"missing: {', '.join(missing)}", f"pip install {' '.join(needed)}"
-        )
+        fix = f"pip install {' '.join(needed)}"
+        yield Finding("packages", f"missing: {', '.join(missing)}", fix)
     for name in _PLUGINS:
         if (number := _version(name)) not in ("missing", installed["jaxlib"]):
             same = " ".join(f"{one}=={installed['jaxlib']}" for one in (name, "jax", "jaxlib"))
@@ -119,37 +118,24 @@ def _version(name: str) -> str:
         return "missing"
 
 
-def devices() -> Iterator[Finding]:
+def devices() -> Finding:
     """Starts JAX in a separate process, since it may hang if another process holds the accelerators."""
+    command = [sys.executable, "-c", _PROBE]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _PROBE],
-            capture_output=True,
-            text=True,
-            timeout=_START,
-            check=False,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_START, check=False)
     except subprocess.TimeoutExpired:
-        yield Finding(
-            "devices",
-            f"JAX does not start within {_START:g} s",
-            "end the processes that hold the accelerators, or set JAX_PLATFORMS=cpu to do without",
-        )
-        return
+        fix = "end the processes that hold the accelerators, or set JAX_PLATFORMS=cpu to do without"
+        return Finding("devices", f"JAX does not start within {_START:g} s", fix)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        yield Finding(
-            "devices", f"JAX does not start: {last}", "see `python -c 'import jax; jax.devices()'`"
-        )
-        return
+        fix = "see `python -c 'import jax; jax.devices()'`"
+        return Finding("devices", f"JAX does not start: {last}", fix)
     count, kind, name = json.loads(done.stdout.splitlines()[-1])
     text = f"{count} × {kind} ({name})"
     if kind == "cpu" and _GPU.exists() and not os.environ.get("JAX_PLATFORMS"):
-        yield Finding(
-            "devices", f"{text}, and a GPU that JAX does not use", "pip install 'jax[cuda13]'"
-        )
-    else:
-        yield Finding("devices", text)
+        text += ", and a GPU that JAX does not use"
+        return Finding("devices", text, "pip install 'jax[cuda13]'")
+    return Finding("devices", text)
 
 
 def _first_line(error: Exception) -> str:
@@ -203,9 +189,8 @@ def coordinator(host: str, port: int, process: int | None) -> Iterator[Finding]:
     elif _can_listen(family, address, port):
         yield Finding("port", f"{where} is free")
     else:
-        yield Finding(
-            "port", f"{where} is in use", "choose another port, or end what listens there"
-        )
+        fix = "choose another port, or end what listens there"
+        yield Finding("port", f"{where} is in use", fix)
 
 
 def _can_listen(family: int, address: str, port: int) -> bool:

@@ -20,6 +20,7 @@ from distribute_jax._supervision import (
     MEETING,
     NUM_PROCESSES,
     PROCESS_ID,
+    has_ended,
 )
 from distribute_jax.cluster_resolver._base import WORKER, ClusterResolver, ClusterSpec, with_port
 
@@ -238,11 +239,12 @@ class LaunchedClusterResolver(RankClusterResolver):
     def _wait_for(self, file: Path) -> str:
         limit = time.monotonic() + self._timeout
         while not file.exists():
-            if time.monotonic() > limit:
+            if (is_gone := has_ended(0)) or time.monotonic() > limit:
+                state = "has ended" if is_gone else f"has not come within {self._timeout:g} s"
                 raise ClusterError(
-                    f"LaunchedClusterResolver: process {self.process_id} waited {self._timeout:g} s for the "
-                    f"address of process 0, and {file} is missing. Process 0 has ended, or has not yet asked "
-                    "for the coordinator: make the strategy in every process, and as the first thing."
+                    f"LaunchedClusterResolver: process {self.process_id} waits for the address of process 0, "
+                    f"which {state}: {file} is missing. Make the strategy in every process, and as the first "
+                    "thing."
                 )
             time.sleep(_POLL_SECONDS)
         return file.read_text()
@@ -260,12 +262,9 @@ def _publish_address(file: Path, host: str) -> str:
 
 def _free_address(host: str) -> str:
     try:
-        family, kind, protocol, _, (address, *_) = socket.getaddrinfo(
-            host, 0, type=socket.SOCK_STREAM
-        )[0]
         # Unlike gRPC's own bind, which sets SO_REUSEPORT, this one fails if another job listens there.
-        with socket.socket(family, kind, protocol) as probe:
-            probe.bind((address, 0))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family) as probe:
             port = probe.getsockname()[1]
     except OSError as error:
         raise ClusterError(

@@ -18,7 +18,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping
 from typing import ClassVar
@@ -293,10 +292,7 @@ def visible_gpus() -> list[str]:
 
 
 def _installed_gpus() -> int:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return 0
-    command = [program, "--query-gpu=index", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
     try:
         listed = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=_SECONDS)
     except (OSError, subprocess.SubprocessError):

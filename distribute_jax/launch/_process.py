@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, Self
 
 from distribute_jax._errors import ClusterError
+from distribute_jax._supervision import ENDED
 
 Sink = Callable[[bytes], None]
 """Called in a separate thread with each line that a process writes."""
@@ -231,6 +232,9 @@ class ChildProcess:
             code = self._process.wait()
             self.seconds = time.monotonic() - self._start
             self.code = code
+        if not code:
+            with suppress(OSError):  # the folder of the job is gone
+                self.spec.status.with_suffix(ENDED).touch()
         for reader in self._readers:
             reader.join(_DRAIN_SECONDS)  # a daemon that left the group may hold the pipe forever
         self.has_ended.set()

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distribute_jax._errors import ClusterError, DeadlineExceededError, ProcessesDifferError
+from distribute_jax._supervision import PROCESS_ID, has_ended
 from distribute_jax.processes._job import ProcessInfo
 
 GREETING = b'{"distribute_jax": "rendezvous"}\n'
@@ -30,6 +31,8 @@ _LINGER_SECONDS = 1.0
 _PROCESS_BYTES = 512
 """Bytes of the answer for each process."""
 _RETRY_SECONDS = 0.1
+_LOOK_SECONDS = 0.5
+"""How often process 0 looks for processes that have ended."""
 _BACKOFF_SECONDS = 0.01
 _MAX_IDLE_CONNECTIONS = 256
 """Open connections without a message, besides one for each process."""
@@ -119,11 +122,14 @@ class _Server:
 
     def run(self, seconds: float) -> list[ProcessInfo]:
         deadline = time.monotonic() + seconds
-        while self._error is None and len(self._handshakes) < self._count:
-            if time.monotonic() < deadline:
-                self._serve_until(deadline)
+        is_launched = os.environ.get(PROCESS_ID) == "0"  # not a job inside one that was launched
+        while self._error is None and (missing := {*range(self._count)} - {*self._handshakes}):
+            ended = [i for i in missing if is_launched and has_ended(i)]
+            if not ended and (now := time.monotonic()) < deadline:
+                self._serve_until(min(deadline, now + _LOOK_SECONDS))
             else:
-                self._error = self._missing(seconds)
+                how = f"and process {ended[0]} has ended" if ended else f"within {seconds:g} s"
+                self._error = self._absent(sorted(missing), how)
         infos = [self._handshakes[i].info for i in sorted(self._handshakes)]
         answer: dict[str, Any] = {"processes": [[info.host, info.pid] for info in infos]}
         if self._error is not None:
@@ -201,14 +207,13 @@ class _Server:
             self._handshakes[process] = handshake
             self._error = _difference(first, handshake, self._count)
 
-    def _missing(self, seconds: float) -> DeadlineExceededError:
-        missing = [i for i in range(self._count) if i not in self._handshakes]
+    def _absent(self, missing: list[int], how: str) -> DeadlineExceededError:
         names = ", ".join(map(str, missing[:16])) + (" and more" if len(missing) > 16 else "")
         present = ", ".join(f"{i} ({h.info})" for i, h in sorted(self._handshakes.items())[:16])
         return DeadlineExceededError(
-            f"{len(missing)} of {self._count} processes have not come within {seconds:g} s: process {names}. "
-            f"Here: {present}. Start the missing ones and look at their output, or give the start more time: "
-            "dj.ClusterOptions(start_seconds=...)."
+            f"{len(missing)} of {self._count} processes have not come {how}: process {names}. Here: "
+            f"{present}. Every process makes the strategy: start the missing ones and look at their output, "
+            "or give the start more time: dj.ClusterOptions(start_seconds=...)."
         )
 
 

@@ -74,12 +74,12 @@ def test_an_invalid_description_of_the_cluster_is_reported(monkeypatch, capsys):
 def test_devices_that_do_not_start_are_reported_with_the_reason(monkeypatch):
     """Or with the timeout."""
     monkeypatch.setattr(_doctor, "_PROBE", "raise RuntimeError('no chips')")
-    state, fix = by_subject(_doctor.devices())["devices"]
+    state, fix = by_subject([_doctor.devices()])["devices"]
     assert "RuntimeError: no chips" in state
     assert fix
     monkeypatch.setattr(_doctor, "_PROBE", "import time; time.sleep(60)")
     monkeypatch.setattr(_doctor, "_START", 0.2)
-    state, fix = by_subject(_doctor.devices())["devices"]
+    state, fix = by_subject([_doctor.devices()])["devices"]
     assert "does not start within 0.2 s" in state
     assert "JAX_PLATFORMS=cpu" in fix
 

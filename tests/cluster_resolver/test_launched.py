@@ -55,14 +55,19 @@ def test_all_processes_get_the_address_that_process_0_publishes(launched, tmp_pa
         pass  # nobody has it
 
 
-def test_waiting_for_process_0_times_out(launched, tmp_path):
-    launched(1)
-    resolver = dj.cluster_resolver.LaunchedClusterResolver(timeout=0.1)
-    with pytest.raises(
-        dj.ClusterError, match=r"process 1 waited 0\.1 s for the address of process 0"
-    ) as error:
+@pytest.mark.parametrize(
+    ("has_ended", "timeout", "state"), [(False, 0.1, "not come within 0.1 s"), (True, 60, "ended")]
+)
+def test_waiting_for_process_0_ends(launched, tmp_path, has_ended, timeout, state):
+    """After the timeout, and at once if process 0 has ended."""
+    launched(1, **{_supervision.STATUS: str(tmp_path / "status-0-1")})
+    (tmp_path / f"status-0-{0 if has_ended else 2}.ended").touch()
+    resolver = dj.cluster_resolver.LaunchedClusterResolver(timeout=timeout)
+    wanted = (
+        f"process 1 waits for the address of process 0, which has {state}: {tmp_path}/coordinator-0"
+    )
+    with pytest.raises(dj.ClusterError, match=wanted):
         _ = resolver.coordinator_address
-    assert str(tmp_path / "coordinator-0") in str(error.value)
 
 
 def test_process_0_must_be_able_to_listen_at_its_address(launched):

@@ -128,7 +128,7 @@ def missing():
     """Process 1 never makes its strategy."""
     if os.environ["DISTRIBUTE_JAX_PROCESS_ID"] == "1":
         return "elsewhere"
-    make_strategy(start_seconds=2.0)
+    make_strategy()
     return "started"
 
 

@@ -8,11 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import distribute_jax as dj
+from distribute_jax import _supervision
 from distribute_jax.processes._rendezvous import (
     Handshake,
     join_rendezvous,
@@ -67,9 +69,9 @@ def other(
     return lambda: join_rendezvous(address, Handshake(process, facts, job), count, seconds)
 
 
-def late(address: str, process: int) -> Callable[[], Any]:
+def late(address: str, process: int, seconds: float = 0.6) -> Callable[[], Any]:
     def call() -> Any:
-        time.sleep(0.6)
+        time.sleep(seconds)
         return other(address, process)()
 
     return call
@@ -101,6 +103,17 @@ def test_missing_processes_are_named_on_all_that_connected():
     assert str(errors[0]) == str(errors[1])
 
 
+def test_a_process_that_has_ended_is_not_awaited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Nor are processes of the launch awaited that are not of this job."""
+    monkeypatch.setenv(_supervision.STATUS, str(tmp_path / "status-1-0"))
+    (tmp_path / "status-1-2.ended").touch()
+    for own, limit, how in (("0", 60.0, "and process 2 has ended"), ("1", 0.1, "within 0.1 s")):
+        monkeypatch.setenv(_supervision.PROCESS_ID, own)
+        address = f"127.0.0.1:{free_port()}"
+        for error in together(chief(address, 3, limit), other(address, 1, 3, limit)):
+            assert f" of 3 processes have not come {how}: process " in str(error)
+
+
 def test_nobody_at_the_address_of_process_0_is_reported_with_host_and_port():
     """The error comes after the timeout, and names the address."""
     port = free_port()
@@ -126,12 +139,7 @@ def test_nobody_at_the_address_of_process_0_is_reported_with_host_and_port():
 def test_processes_that_disagree_get_an_error_with_key_and_both_values(facts: Any, text: str):
     """On every process, including late ones."""
     address = f"127.0.0.1:{free_port()}"
-
-    def late() -> Any:
-        time.sleep(0.5)
-        return other(address, 2)()
-
-    errors = together(chief(address), other(address, 1, facts=facts), late)
+    errors = together(chief(address), other(address, 1, facts=facts), late(address, 2))
     for error in errors:
         assert isinstance(error, dj.ProcessesDifferError)
         assert text in str(error)
@@ -140,15 +148,7 @@ def test_processes_that_disagree_get_an_error_with_key_and_both_values(facts: An
 def test_other_jobs_and_duplicates_are_refused_and_the_job_continues():
     """A process of another launch, and a second process 1, cannot end a job, as they can in plain JAX."""
     address = f"127.0.0.1:{free_port()}"
-
-    def last() -> Any:
-        time.sleep(1.0)
-        return other(address, 2)()
-
-    def double() -> Any:
-        time.sleep(0.5)
-        return other(address, 1)()
-
+    double, last = late(address, 1), late(address, 2, 1.0)
     results = together(chief(address), other(address, 1), other(address, 2, job="b"), double, last)
     assert "belongs to another launch" in str(results[2])
     assert "Two processes say that they are process 1" in str(results[3])
@@ -169,11 +169,7 @@ def test_a_process_that_died_while_waiting_can_be_restarted():
             time.sleep(0.2)
         return other(address, 1)()
 
-    def last() -> Any:
-        time.sleep(1.0)
-        return other(address, 2)()
-
-    results = together(chief(address), dies_and_comes_again, last)
+    results = together(chief(address), dies_and_comes_again, late(address, 2, 1.0))
     assert results[0] == results[1] == results[2]
 
 
