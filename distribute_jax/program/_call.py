@@ -1,7 +1,8 @@
 """Executes a compiled step on the objects that it is bound to: the hot path of every step.
 
-Arrays that share memory are copied before they are donated: JAX 0.10 crashes the process if a buffer is
-donated twice or still read, and later versions fail inside XLA.
+A step donates its state. An array that something beside its variable refers to, such as a clone of the
+model, is copied first, so that it stays readable. So are arrays that share memory: JAX 0.10 crashes the
+process if a buffer is donated twice or still read, and later versions fail inside XLA.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, starmap
+from sys import getrefcount
 from typing import Any
+from weakref import WeakSet
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +29,7 @@ from distribute_jax._jax_private import (
     read_raw,
     write_raw,
 )
-from distribute_jax._mesh import program_input, put
+from distribute_jax._mesh import copied_here, program_input, put
 from distribute_jax._messages import error_text, is_donated, is_key, listed
 from distribute_jax._values import PerReplica, mark_all_mirrored
 from distribute_jax.processes import doing
@@ -40,10 +43,10 @@ from distribute_jax.program._trace_errors import explain_compile_errors
 from distribute_jax.program._undo import StepCounts
 
 _DONATED = """\
-These arrays were donated to an earlier step, which reused their memory, so they can no longer be read:
+These arrays were donated, so their memory is reused and they can no longer be read:
 {lines}
-run updates state in place: an array that was read from a variable before a step is deleted by the step. \
-Keep dj.snapshot(model) instead of the arrays, or use RunOptions(donate_state=False)."""
+They were passed to a jax.jit with donate_argnums, or to run with RunOptions(donate_args=True). Use what \
+that call returned, or pass it dj.snapshot(value)."""
 
 
 class OutdatedError(Exception):
@@ -75,12 +78,14 @@ class BoundProgram:
         self._donated_buffers: DonatedBuffers | None = None
         self._token: Any = None
         self._pending_outputs: list[list[Any]] = []
+        self._is_storing = False
         self._fast_calls: dict[Any, Any] = {}
         self._all_mirrored = all(program.plan.mirrored)
         self._some_mirrored = any(program.plan.mirrored)
         arrays = range(len(program.plan.mirrored))
         self._plain_results = program.results.leaves == tuple(("array", k) for k in arrays)
         self._crashes_on_deleted = deleted_arrays_crash(program.mesh.size)
+        _alive.add(self)
 
     def current_state(self) -> list[Any]:
         """Returns the state that the next call would start from."""
@@ -128,6 +133,8 @@ class BoundProgram:
         first = state if unchanged and alive else 0
         if not _all_alive(flat[first:]):
             self.check_readable(flat, first)
+        if donated and self._copy_referenced(flat, 2 if unchanged else 1):
+            unchanged = False
         if donated and self._num_possible_aliases:
             self._donated_buffers = self._donated_buffers or DonatedBuffers(
                 flat, range(self.program.donated_state)
@@ -141,6 +148,22 @@ class BoundProgram:
                 return self._take_token(self._dispatch(compiled, flat, unchanged))
         except Exception as error:
             return self._take_token(self._retry(compiled, flat, error))
+
+    def _copy_referenced(self, flat: list[Any], references: int) -> bool:
+        """Copies the donated state that more refers to than its variable, and perhaps ``last_state``."""
+        end, most = self.program.donated_state, _REFERENCES_OF_LIST + references
+        if not end or max(map(getrefcount, flat[:end])) <= most + 1:
+            return False
+        for (
+            other
+        ) in _alive:  # state that another program made is no use to it once this one has run
+            if other is not self:
+                other.last_state = []
+        referenced = [i for i in range(end) if getrefcount(flat[i]) > most]
+        for i in referenced:
+            if isinstance(flat[i], jax.Array):
+                flat[i] = copied_here(flat[i])
+        return bool(referenced)
 
     def _dispatch(
         self, compiled: Callable[..., list[Any]], flat: list[Any], unchanged: bool
@@ -165,9 +188,10 @@ class BoundProgram:
         return pending[0]
 
     def store_pending(self) -> None:
-        """Stores the outputs of a program after an exception, if the old state was donated to it."""
+        """Stores the outputs of a program after an exception, if the old state is not whole any more."""
         outputs = self._pending_outputs
-        if outputs and any(map(is_donated, jax.tree.leaves(read_raw(self.outputs)))):
+        old = jax.tree.leaves(read_raw(self.outputs))
+        if outputs and (self._is_storing or any(map(is_donated, old))):
             self.store(self._take_token(outputs[0]))
         self._pending_outputs = []
 
@@ -197,13 +221,13 @@ class BoundProgram:
 
     def store(self, outs: list[Any]) -> list[Any]:
         """Writes the new state into the variables and returns the arrays of the result."""
-        state = self.state_size
-        self.last_state = [*outs[:state], *self._read_only_state]
+        self._is_storing, state = True, self.state_size
+        self.last_state, self._read_only_state = [*outs[:state], *self._read_only_state], []
         if self.program.simple:
             write_raw(self.outputs, outs)
         else:
             self._store_nests(outs[:state])
-        self._pending_outputs = []
+        self._pending_outputs, self._is_storing = [], False
         return outs[state:]
 
     def wrap(self, arrays: list[Any]) -> Any:
@@ -283,6 +307,8 @@ class BoundProgram:
         return [names[i] if i < len(names) else "a later batch" for i in indices]
 
 
+_REFERENCES_OF_LIST = next(map(getrefcount, [object()]))
+_alive: WeakSet[BoundProgram] = WeakSet()
 _CONFIG: Any = jax.config
 _ARRAYS = {ARRAY}
 _placement = operator.attrgetter("sharding", "committed")

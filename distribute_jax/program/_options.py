@@ -51,7 +51,8 @@ class RunOptions:
     mirrored, as by ``dj.assume_mirrored``, differ in any bit. ``"off"``: never. The environment variable
     ``DISTRIBUTE_JAX_VERIFY`` sets another default."""
     donate_state: bool = True
-    """Update variables in place: their arrays from before the call are donated."""
+    """Update variables in place: their arrays from before the call are donated, and those that something
+    else refers to are copied first, so that it can still read them."""
     donate_args: bool = False
     """Also donate the mirrored arrays among the arguments, such as those of a ``TrainState``."""
 

@@ -269,9 +269,9 @@ class Runner:
             if options.verify not in entry.program.verified:
                 self._verify(request, entry)
             if entry.program.traced.keeps_types():
-                state = entry.current_state()
-                self._wait(state)
-                note_call(entry, state, (), self._mesh, len(batches))
+                # The state is kept nowhere: a second reference to it would cost a copy.
+                self._wait(entry.current_state())
+                note_call(entry, entry.current_state(), (), self._mesh, len(batches))
                 run = functools.partial(run_scanned, entry, request.roots)
                 return entry.wrap(self._advance(entry, run, batches, len(batches)))
         return stacked_results([self._run(Request(fn, batch, options)) for batch in batches])

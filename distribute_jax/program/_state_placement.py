@@ -222,18 +222,17 @@ def divide_state(binding: Binding, shardings: Sequence[NamedSharding | None]) ->
 
 
 _DONATED = """\
-dj.snapshot got arrays that were donated to an earlier step, so they cannot be copied any more:
+dj.snapshot got arrays that were donated before, so they cannot be copied any more:
 {lines}
-Take a snapshot before the step that changes the state: best = dj.snapshot(model). An array read from \
-a variable, nnx.clone(model) and jax.tree.map over its state share its memory; none of them is a copy."""
+Take a snapshot before the call that they are donated to: kept = dj.snapshot(state)."""
 
 
 def snapshot(tree: Any) -> Any:
     """Copies the arrays of a model, an optimizer or a pytree, so that no later step reuses their memory.
 
-    ``run`` updates variables in place: it donates their arrays, so that an array that was read from a
-    variable before a step cannot be used after it. A snapshot can. A thread other than that of the steps may
-    take one too: it waits for the step that is being dispatched, and all arrays are of the same step.
+    ``run`` copies an array that it would donate only if something beside its variable refers to it; a
+    snapshot copies all at once. A thread other than that of the steps may take one too: it waits for the
+    step that is being dispatched, and all arrays are of the same step.
 
     Args:
         tree: an NNX object, or a pytree of arrays (global view).
@@ -244,7 +243,7 @@ def snapshot(tree: Any) -> Any:
         ``nnx.state((model, optimizer))``, which is put back likewise.
 
     Raises:
-        DonatedError: the arrays were donated to a step already.
+        DonatedError: the arrays were donated before.
         RuntimeError: called by a source of batches, in the thread that reads ahead of the loop.
 
     Example:

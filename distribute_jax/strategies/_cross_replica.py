@@ -19,6 +19,7 @@ from distribute_jax._checks import converting
 from distribute_jax._errors import ArgumentError, DeadlineExceededError, StepFailedError, log_once
 from distribute_jax._jax_private import uncommitted
 from distribute_jax._mesh import (
+    copied_here,
     is_local,
     local_replicas,
     mirrored_sharding,
@@ -168,7 +169,9 @@ def _unwrap(value: Any, mesh: Mesh) -> tuple[Any, bool]:
         mesh = mesh_of_components(value) or mesh
         return PerReplica(on_replicas(value, mesh), mesh), False
     raw = readable_raw(value)
-    return raw, isinstance(raw, jax.Array) and not isinstance(raw, jax.core.Tracer)
+    if not isinstance(raw, jax.Array) or isinstance(raw, jax.core.Tracer):
+        return raw, False
+    return copied_here(raw), True  # a view of it would be deleted by the next step
 
 
 def _is_partly_remote(value: Any) -> bool:

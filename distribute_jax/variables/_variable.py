@@ -201,7 +201,8 @@ class Variable(nnx.Variable[Any]):
         with outside_mesh():
             # If a replica has several cores, the copy of the first one.
             shards = replicated(raw).addressable_shards[:: _rules.cores_of(raw)]
-            return tuple(uncommitted(shard.data) for shard in shards)
+            # Copies: a shard would be deleted with the array that the next step donates.
+            return tuple(uncommitted(jnp.copy(shard.data)) for shard in shards)
 
     @property
     def component_names(self) -> tuple[str, ...]:
