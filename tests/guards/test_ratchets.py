@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_226,
-    lines_of_tests: 49_379,
+    lines: 50_268,
+    lines_of_tests: 49_400,
     files: 204,
     pieces: 0,
     private_words: 0,
