@@ -14,12 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import is_key, on_bits
 
 DATA = "data"
 """The mesh axis of the replicas."""
@@ -237,17 +235,6 @@ def local_copy_of_replicated(array: jax.Array) -> jax.Array:
     sharding must be a ``NamedSharding``.
     """
     return array if array.is_fully_addressable else replicated(array).addressable_data(0)
-
-
-def copied_here(array: jax.Array) -> jax.Array:
-    """Returns a copy with the same sharding, computed without the other processes."""
-    with outside_mesh():
-        if array.is_fully_addressable:
-            return jnp.copy(array)
-        if is_key(array):
-            return on_bits(copied_here, array)
-        shards = [jnp.copy(shard.data) for shard in array.addressable_shards]
-        return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
 def replicated(array: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -25,7 +26,7 @@ from distribute_jax._errors import (
 )
 from distribute_jax._jax_private import ARRAY, at_top_level, uncommitted
 from distribute_jax._mesh import cores_per_replica, num_replicas, outside_mesh, replicas_per_device
-from distribute_jax._messages import error_text, is_donated, is_key, leaf_text
+from distribute_jax._messages import error_text, is_donated, is_key, leaf_text, on_bits
 
 
 class Layout(enum.Enum):
@@ -264,6 +265,17 @@ jax.tree_util.register_pytree_node(
     lambda value: (value.parts, value.mesh),
     lambda mesh, parts: UnevenPerReplica(parts, mesh),
 )
+
+
+def copied_here(array: jax.Array) -> jax.Array:
+    """Returns a copy with the same sharding, computed without the other processes."""
+    with outside_mesh():
+        if array.is_fully_addressable:
+            return jnp.copy(array)
+        if is_key(array):
+            return on_bits(copied_here, array)
+        shards = [jnp.copy(shard.data) for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
 class ArrayNotes:

@@ -29,9 +29,9 @@ from distribute_jax._jax_private import (
     read_raw,
     write_raw,
 )
-from distribute_jax._mesh import copied_here, program_input, put
+from distribute_jax._mesh import program_input, put
 from distribute_jax._messages import error_text, is_donated, is_key, listed
-from distribute_jax._values import PerReplica, mark_all_mirrored
+from distribute_jax._values import PerReplica, copied_here, mark_all_mirrored
 from distribute_jax.processes import doing
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding, Contents
@@ -154,9 +154,7 @@ class BoundProgram:
         end, most = self.program.donated_state, _REFERENCES_OF_LIST + references
         if not end or max(map(getrefcount, flat[:end])) <= most + 1:
             return False
-        for (
-            other
-        ) in _alive:  # state that another program made is no use to it once this one has run
+        for other in _alive:  # once this one has run, their last state is not current
             if other is not self:
                 other.last_state = []
         referenced = [i for i in range(end) if getrefcount(flat[i]) > most]

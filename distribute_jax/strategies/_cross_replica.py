@@ -19,7 +19,6 @@ from distribute_jax._checks import converting
 from distribute_jax._errors import ArgumentError, DeadlineExceededError, StepFailedError, log_once
 from distribute_jax._jax_private import uncommitted
 from distribute_jax._mesh import (
-    copied_here,
     is_local,
     local_replicas,
     mirrored_sharding,
@@ -36,6 +35,7 @@ from distribute_jax._values import (
     Mirrored,
     PerReplica,
     UnevenPerReplica,
+    copied_here,
     reading,
     step_of,
 )

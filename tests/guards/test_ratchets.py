@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_268,
+    lines: 50_265,
     lines_of_tests: 49_400,
     files: 204,
     pieces: 0,
