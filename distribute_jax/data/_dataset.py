@@ -192,10 +192,8 @@ class DistributedDataset:
         if is_global and not is_only and not self._warned and 0 < n < replicas:
             self._warned = True
             warn_user(
-                f"The global batch has {n} examples for {replicas} replicas: some replicas get only "
-                "padding, and their work is lost. distribute_dataset takes global batches: "
-                f"batch with at least {replicas}, for example replicas × the batch size of one replica, or "
-                "use fewer devices."
+                f"The global batch has {n} examples for {replicas} replicas, of which some get only padding. "
+                f"Batch with at least {replicas}, the examples of all replicas, or use fewer devices."
             )
 
 

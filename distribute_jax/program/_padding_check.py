@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax._errors import PaddingLeakError
-from distribute_jax._mesh import num_replicas, outside_mesh, split_sharding
+from distribute_jax._mesh import explicit_transfers, num_replicas, outside_mesh, split_sharding
 from distribute_jax._messages import error_text, listed
 from distribute_jax._padding import other_paddings
 from distribute_jax._values import Layout, PerReplica
@@ -75,9 +75,9 @@ _CURE = (
 )
 
 _UNCHECKED = (
-    "%s met a partial batch. Two different paddings gave the same result, but run could not check that "
-    "the step counts no padding, as in a mean over all rows: %s. To check it, turn randomness off with "
-    'model.eval() for one run, or feed no partial batches with InputOptions(partial="drop").'
+    "%s met a partial batch. Two different paddings gave the same result, but run could not check that the "
+    "step counts no padding: %s. To check it, run it once without randomness, after model.eval(); "
+    'InputOptions(partial="drop") feeds no partial batches.'
 )
 
 _NORMS = f"""
@@ -86,10 +86,8 @@ The step also updates the statistics of a batch norm, which include padding unle
 {_CURE}"""
 
 _RUNNING = (
-    "%s met a partial batch, and it is not proved that its results cannot depend on the padding: %s. So run "
-    "compares the step with other padding, and with more of it, on copies of the state: now, which compiles "
-    "the step once more, and at the 2nd, 4th, 8th, ... partial batch. "
-    'InputOptions(partial="drop") feeds no partial batches.'
+    "%s met a partial batch, and it is not proved that padding cannot change its results: %s. It is compared "
+    "with other padding now and at the 2nd, 4th, 8th, ... partial batch, which compiles it once more."
 )
 
 _log = logging.getLogger("distribute_jax")
@@ -136,17 +134,19 @@ def run_checked_for_leaks(
     check: PaddingCheck = program.padding
     if not check.is_due():
         return entry.execute(flat)
-    if check.batches == 1:
+    # JAX leaves out operations for a single row, so the reason would not be one of the step.
+    if check.batches == 1 and share_sizes(call)[0] > 1:
         _log.warning(_RUNNING, entry.step, check.unproved)
-    entry.check_readable(flat)
-    outs = entry.execute(copied(flat))
-    check.leaked = True
-    for changed in other_paddings([v for v in call.arguments.data if _is_padded(v)]):
-        others = entry.execute(copied(entry.with_data(flat, _with_batch(call, changed))))
-        _refuse_differing(call, entry, flat, outs, others, "two different paddings")
-    longer = _with_more_padding(call, entry, values)
-    if longer is not None:
-        _refuse_differing(call, entry, flat, outs, longer, _TRACED_AGAIN, nudged=True)
+    with explicit_transfers():
+        entry.check_readable(flat)
+        outs = entry.execute(copied(flat))
+        check.leaked = True
+        for changed in other_paddings([v for v in call.arguments.data if _is_padded(v)]):
+            others = entry.execute(copied(entry.with_data(flat, _with_batch(call, changed))))
+            _refuse_differing(call, entry, flat, outs, others, "two different paddings")
+        longer = _with_more_padding(call, entry, values)
+        if longer is not None:
+            _refuse_differing(call, entry, flat, outs, longer, _TRACED_AGAIN, nudged=True)
     check.leaked = False
     return outs
 
@@ -225,22 +225,19 @@ def _with_more_padding(call: Call, entry: BoundProgram, values: Sequence[Any]) -
     data = [_doubled_batch(v) for v in call.arguments.data if _is_padded(v)]
     longer = replace(call, arguments=_with_batch(call, data))
     check: PaddingCheck = entry.program.padding
-    first = check.batches == 1
-    if check.longer is None and first:
+    if check.batches == 1:
         options = RunOptions(check_sync=False, donate_state=False)
         try:
             check.longer = build(longer, options, Replicas(call.mesh))
         except Exception as error:  # the step may not accept another size
             why = f"{type(error).__name__}: {error_text(error)}"
             _log.warning(_UNCHECKED, entry.step, f"it could not be traced with more rows ({why})")
-    program = check.longer
-    if program is None:
-        return None
-    if _drawn(program) != _drawn(entry.program):
-        if first:
+        if check.longer is not None and _drawn(check.longer) != _drawn(entry.program):
+            check.longer = None
             _log.warning(_UNCHECKED, entry.step, "with more rows it draws other random numbers")
+    if check.longer is None:
         return None
-    twin = BoundProgram(program, call.binding, entry.step)
+    twin = BoundProgram(check.longer, call.binding, entry.step)
     return twin.execute(twin.flat_inputs(values, longer.arguments))
 
 

@@ -174,22 +174,13 @@ def test_iterating_again_starts_from_the_first_batch(kind: str):
     assert all_values(dataset) == all_values(dataset) == [[[0, 1], [2, 3]], [[4], []]]
 
 
+@pytest.mark.parametrize("wrapped", [lambda once: once, lambda once: lambda: once])
 @pytest.mark.parametrize("make", [iter, lambda b: (x for x in b), lambda b: map(np.asarray, b)])
-def test_a_one_shot_source_runs_once(make: Callable[[list], Any]):
+def test_a_one_shot_source_runs_once(make: Callable[[list], Any], wrapped: Callable[[Any], Any]):
     """A second epoch of an iterator is an error that says to pass a function, not an empty one."""
-    dataset = distribute(make(batches(5, 4)), 2)
+    dataset = distribute(wrapped(make(batches(5, 4))), 2)
     assert len(list(dataset)) == 2
-    with pytest.raises(ArgumentError, match=r"lambda: make_batches\(\)"):
-        iter(dataset)
-
-
-@pytest.mark.parametrize("make", [lambda b: (x for x in b), lambda b: map(np.asarray, b)])
-def test_a_function_that_returns_the_same_iterator_twice_is_refused(make: Callable[[list], Any]):
-    """A function around one iterator would give an empty second epoch: an error instead."""
-    once = make(batches(5, 4))
-    dataset = distribute(lambda: once, 2)
-    assert len(list(dataset)) == 2
-    with pytest.raises(ArgumentError, match="same iterator a second time"):
+    with pytest.raises(ArgumentError, match=r"same iterator a second.*lambda: make_batches\(\)"):
         iter(dataset)
 
 

@@ -60,3 +60,13 @@ def test_the_remedies_give_the_numbers_of_the_real_examples(strategy: dj.Strateg
     rows = model.predict(X, verbose=0)
     assert logs["welford_mean"] == pytest.approx(rows.mean(), rel=1e-5)
     assert logs["masked_sum"] == pytest.approx(rows.sum(), rel=1e-5)
+
+
+def test_fewer_rows_than_replicas_are_trained_without_a_notice(
+    s4: dj.Strategy, caplog: pytest.LogCaptureFixture
+):
+    """A share of one row is compared with other padding; there is nothing that the user could do about it."""
+    model = make_model(s4)
+    loss = np.mean((np.asarray(model.module(X[:3])) - X[:3]) ** 2)
+    assert model.fit(X[:3], X[:3], verbose=0).history["loss"] == [pytest.approx(loss)]
+    assert "partial batch" not in caplog.text

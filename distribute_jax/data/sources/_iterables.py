@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from distribute_jax._absent import describe_foreign
@@ -52,20 +53,37 @@ def from_iterable(source: Any, method: str) -> Stream:
     return _Iterable(source, method)
 
 
-_readers: weakref.WeakValueDictionary[int, _Iterable] = weakref.WeakValueDictionary()
-"""The source that reads an iterator, by the ``id`` of the iterator."""
+_claims: weakref.WeakValueDictionary[int, _Claim] = weakref.WeakValueDictionary()
+"""By the ``id`` of the iterator."""
+
+_latest_kept: list[_Claim] = []
+"""That of the latest iterator without weak references, such as a ``zip``."""
 
 
-def _register(reader: _Iterable, iterator: Iterator[Any], method: str) -> None:
-    """Registers the reader of an iterator; raises if it has another, with which it would share batches."""
-    other = _readers.get(id(iterator))
-    # The id of a freed iterator can be reused, and a reader need not keep its iterator alive.
-    if other is not None and other is not reader and other.iterator() is iterator:
-        raise ArgumentError(
-            f"{leaf_text(iterator)} was given to two distributed datasets, and each would get only the "
-            f"batches that the other does not take. {_pass_factory(method)}"
-        )
-    _readers[id(iterator)] = reader
+class _Claim:
+    """Reserves an iterator for a source; raises if another one has it, with which it would share batches."""
+
+    def __init__(self, iterator: Iterator[Any], method: str) -> None:
+        other = _claims.get(id(iterator))
+        # The id of a freed iterator can be reused, and a claim need not keep its iterator alive.
+        if other is not None and other.iterator() is iterator:
+            raise ArgumentError(
+                f"{leaf_text(iterator)} was given to two distributed datasets, and each would get only the "
+                f"batches that the other has not read, also ahead of its loop. {_pass_factory(method)} Or "
+                "distribute it once, and go on with one iterator of the dataset, batches = iter(dataset)."
+            )
+        self.iterator: Callable[[], Any] = lambda: iterator
+        # Weak if possible, so that an unfinished generator is closed when the loop drops it.
+        with suppress(TypeError):
+            self.iterator = weakref.ref(iterator)
+        _claims[id(iterator)] = self
+
+    def keep(self, iterator: Iterator[Any]) -> None:
+        """Stays after the source was freed, which may have read batches that nobody took."""
+        if isinstance(self.iterator, weakref.ref):
+            weakref.finalize(iterator, id, self).atexit = False
+        else:
+            _latest_kept[:] = [self]
 
 
 class _Iterable(Stream):
@@ -75,18 +93,13 @@ class _Iterable(Stream):
 
     def __init__(self, source: Any, method: str) -> None:
         self._source, self._method = source, method
-        self._latest: Callable[[], Any] = lambda: None
         self.runs_user_code = type(source) not in (list, tuple)
-        if isinstance(source, Iterator):
-            _register(self, source, method)
+        self._claim = _Claim(source, method) if isinstance(source, Iterator) else None
+        self._is_started = False
 
     @property
     def text(self) -> str:
         return leaf_text(self._source)
-
-    def iterator(self) -> Any:
-        """Returns the iterator that this source reads, or None if it was freed."""
-        return self._source if isinstance(self._source, Iterator) else self._latest()
 
     def start(self) -> Iterator[PyTree]:
         batches = self._source if _is_iterable(self._source) else self._source()
@@ -99,13 +112,15 @@ class _Iterable(Stream):
             iterator: Iterator[Any] = (
                 iter(batches) if hasattr(type(batches), "__iter__") else _items(batches)
             )
-        if self._latest() is iterator:
+        if self._claim is None or self._claim.iterator() is not iterator:
+            self._claim = _Claim(iterator, self._method)
+        elif self._is_started:
             raise ArgumentError(
                 f"A distributed dataset was started a second time, but {self.text} is or returned the same "
                 f"iterator a second time, and its batches are used up. {_pass_factory(self._method)}"
             )
-        _register(self, iterator, self._method)
-        self._latest = _reference(iterator)
+        self._claim.keep(iterator)
+        self._is_started = True
         read, on_epoch_end = map(on_host, iterator), getattr(batches, "on_epoch_end", None)
         return _then(read, on_epoch_end) if callable(on_epoch_end) else read  # of Keras's PyDataset
 
@@ -142,11 +157,3 @@ def _items(source: Any) -> Iterator[Any]:
 def _then(batches: Iterator[PyTree], call: Callable[[], Any]) -> Iterator[PyTree]:
     yield from batches
     call()
-
-
-def _reference(iterator: Any) -> Callable[[], Any]:
-    # Weak if possible, so that an unfinished generator is closed when the loop drops it.
-    try:
-        return weakref.ref(iterator)
-    except TypeError:
-        return lambda: iterator

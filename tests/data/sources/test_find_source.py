@@ -110,14 +110,17 @@ def test_one_iterator_is_not_given_to_two_datasets(kind):
     assert len(list(batches)) == 2
 
 
-def test_an_iterator_can_be_reused_after_its_dataset_was_freed():
-    """A freed reader does not count, nor does the id of a freed iterator."""
-    iterator = iter([X, X + 1])
-    for expected in (0, 1):
-        batches = find_source(iterator).open()
-        assert next(batches)[0] == expected
-        del batches
-    sources = [find_source(lambda: (x for x in [X])) for _ in range(50)]
+@pytest.mark.parametrize("kind", [iter, lambda batches: (x for x in batches)])
+def test_an_iterator_belongs_to_the_dataset_that_read_it_also_after_that_was_freed(kind, s2):
+    """Which has read ahead; a dataset that was not started, and the id of a freed iterator, do not count."""
+    iterator = kind([X, X + 1, X + 2])
+    s2.distribute_dataset(iterator)
+    batches = find_source(iterator).open()
+    next(batches)
+    del batches
+    with pytest.raises(ValueError, match="two distributed datasets"):
+        s2.distribute_dataset(iterator)
+    sources = [find_source(lambda: kind([X])) for _ in range(50)]
     assert [len(list(source.open())) for source in sources] == [1] * 50
 
 

@@ -154,15 +154,6 @@ def test_a_loader_that_does_not_batch_says_to_batch(s2):
         next(iter(dataset))
 
 
-def test_one_started_loader_is_not_given_to_two_datasets(s2):
-    """Its iterator is consumed once; the message asks for the loader itself."""
-    started = iter(loader(Examples()))
-    dataset = s2.distribute_dataset(started)
-    with pytest.raises(ValueError, match="two distributed datasets"):
-        s2.distribute_dataset(started)
-    assert len(list(dataset)) == 3
-
-
 def test_an_error_midway_passes_through_and_the_next_epoch_works(s2):
     """The user's own exception after the good batches; then everything."""
     examples = Examples()
