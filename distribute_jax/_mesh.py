@@ -9,8 +9,8 @@ many: ``"replicas_per_device=4"``. So the mesh alone determines the replicas.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import jax
@@ -164,9 +164,14 @@ def sharding_over(value: Any, mesh: Mesh) -> NamedSharding | None:
     return NamedSharding(mesh, sharding.spec) if same else None
 
 
-def outside_mesh() -> Any:
-    """Returns a context without a mesh: inside ``scope()``, JAX refuses to compute on a single shard."""
-    return jax.set_mesh(cast("Any", None))
+@contextmanager
+def outside_mesh() -> Iterator[None]:
+    """Enters a context without a mesh, with ``explicit_transfers``, for computations of the library.
+
+    Inside ``scope()``, JAX refuses to compute on a single shard.
+    """
+    with jax.set_mesh(cast("Any", None)), explicit_transfers():
+        yield
 
 
 def in_device_memory(sharding: NamedSharding) -> NamedSharding:

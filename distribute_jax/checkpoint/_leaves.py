@@ -194,9 +194,9 @@ def saved_value(spec: Spec, value: Any) -> Any:
 def host_copy(value: Any) -> np.ndarray[Any, Any]:
     """Copies an array to the host, in little-endian byte order.
 
-    On a CPU ``np.asarray`` alone is a view of the array's buffer, which may be donated to the next step.
+    On a CPU ``jax.device_get`` alone is a view of the array's buffer, which may be donated to the next step.
     """
-    host = np.asarray(value)
+    host = np.asarray(jax.device_get(value))
     return np.array(host, dtype=host.dtype.newbyteorder("<"), order="C", copy=True)
 
 

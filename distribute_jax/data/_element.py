@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from distribute_jax._mesh import (
-    explicit_transfers,
     is_local,
     local_replicas,
     num_replicas,
@@ -52,7 +50,7 @@ class HostElement:
         counts = None if set(all_counts) == {share} else tuple(all_counts)
         leaves, treedef = jax.tree.flatten(self.batch)
         # Inside scope() the mesh context would refuse any computation on one device.
-        with outside_mesh(), explicit_transfers():
+        with outside_mesh():
             if _one_transfer_is_faster(leaves, mesh):
                 transfer = _transfer_program(split_sharding(mesh))
                 arrays = transfer(*(_copied_rows(leaf, rows) for leaf in leaves))
@@ -80,15 +78,11 @@ def _one_transfer_is_faster(leaves: list[Any], mesh: Mesh) -> bool:
     return (
         mesh.size == 1
         and is_local(mesh)
-        and _ARRAYS.issuperset(map(type, leaves))
-        and sum(map(_nbytes, leaves)) < _MAX_CALL_BOUND_BYTES
+        and {np.ndarray}.issuperset(map(type, leaves))
+        and sum(leaf.nbytes for leaf in leaves) < _MAX_CALL_BOUND_BYTES
         # The first two modes check the results of compiled calls, and data may contain NaNs.
         and not (config.jax_debug_nans or config.jax_debug_infs or config.jax_disable_jit)
     )
-
-
-_ARRAYS = frozenset({np.ndarray})
-_nbytes = operator.attrgetter("nbytes")
 
 
 @functools.lru_cache(maxsize=64)

@@ -114,7 +114,8 @@ def wrap_partial(call: Call, entry: BoundProgram, arrays: Sequence[Any]) -> Any:
         arrays, program.plan.mirrored, program.plan.parts, program.per_example or (), strict=True
     ):
         if mirrored:
-            real = array[: counts[0]] if rows is True and len(counts) == 1 else array
+            is_cut = rows is True and len(counts) == 1
+            real = jax.lax.slice_in_dim(array, 0, counts[0]) if is_cut else array
             wrapped.append(mark_mirrored(real, entry.step))
         else:
             wrapped.append(

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from distribute_jax._errors import ArgumentError, StepsSkippedError
+from distribute_jax._mesh import explicit_transfers
 from distribute_jax._messages import StepFunction
 from distribute_jax._values import PerReplica
 from distribute_jax.processes import doing, stepped
@@ -248,7 +249,8 @@ class Runner:
             return
         call = self.cache.call(request, entry.binding)
         program = entry.program
-        with naming_step(entry.step, program), self.cache.tracing(request, entry), preparing():
+        tracing, transfers = self.cache.tracing(request, entry), explicit_transfers()
+        with naming_step(entry.step, program), tracing, preparing(), transfers:
             is_conclusive = verify(call, entry, request.roots, options)
         program.times_compared += 1
         is_conclusive = is_conclusive or program.times_compared > _MAX_COMPARED_CALLS

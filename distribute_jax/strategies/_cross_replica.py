@@ -24,7 +24,6 @@ from distribute_jax._mesh import (
     mirrored_sharding,
     num_replicas,
     outside_mesh,
-    program_input,
     replicated,
     wait_on_cpu,
 )
@@ -231,7 +230,7 @@ def _reduce_global(op: ReduceOp, values: Sequence[PerReplica], axes: Axes) -> li
             raise _uneven([(count, *value.part_shape[1:]) for count in counts], axes)
         _record_action(f"strategy.reduce({op.value!r}, axis={axes})", value)
         kinds.append((dims, value.layout))
-    rows = [v.counts and program_input(np.asarray(v.counts, np.int32), v.mesh) for v in values]
+    rows = [value.counts and np.asarray(value.counts, np.int32) for value in values]
     program = _compiled_reduce(op, tuple(kinds), values[0].mesh)
     with outside_mesh():
         totals = wait_on_cpu(program([value.global_array for value in values], rows))
@@ -285,18 +284,14 @@ def _compiled_reduce(
 
 @promoting
 def _total(op: ReduceOp, parts: jax.Array, dims: tuple[int, ...], number: Any) -> jax.Array:
-    total = as_dtype(parts, _accumulator(op, parts.dtype)).sum(dims)
+    # Wide, so that the sum of a mean of float16 does not overflow.
+    total = as_dtype(parts, wide(_result_dtype(op, parts.dtype))).sum(dims)
     total = total if op is ReduceOp.SUM else jnp.divide(total, number)
     return as_dtype(total, _result_dtype(op, parts.dtype))
 
 
 def _result_dtype(op: ReduceOp, dtype: Any) -> Any:
     return sum_dtype(dtype) if op is ReduceOp.SUM else mean_dtype(dtype)
-
-
-def _accumulator(op: ReduceOp, dtype: Any) -> Any:
-    """Returns the dtype of the sum, wide enough that the sum of a mean of float16 does not overflow."""
-    return wide(_result_dtype(op, dtype))
 
 
 def _as_stacked(array: jax.Array, layout: Layout, replicas: int) -> jax.Array:
@@ -308,7 +303,7 @@ def _as_stacked(array: jax.Array, layout: Layout, replicas: int) -> jax.Array:
 def _reduce_parts(op: ReduceOp, parts: Sequence[jax.Array], axes: Axes) -> jax.Array:
     dims = [_dims(axes, part.shape) for part in parts]
     dtype = jnp.result_type(*parts)
-    wider = [as_dtype(part, _accumulator(op, dtype)) for part in parts]
+    wider = [as_dtype(part, wide(_result_dtype(op, dtype))) for part in parts]
     sums = [part.sum(d) if d else part for part, d in zip(wider, dims, strict=True)]
     if len({part.shape for part in sums}) > 1:
         raise _uneven([part.shape for part in parts], axes)

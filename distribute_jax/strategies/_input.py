@@ -184,9 +184,10 @@ def values_from_function(value_fn: Callable[[Any], Any], context: Any, mesh: Mes
             f"{structures[1]}. Give all replicas the same keys and lengths."
         )
     if count == 1:
-        return jax.tree.map(
-            lambda part: jnp.asarray(check_int_range(part, "A per-replica value")), nests[0]
-        )
+        with outside_mesh():
+            return jax.tree.map(
+                lambda part: jnp.asarray(check_int_range(part, "A per-replica value")), nests[0]
+            )
     return jax.tree.map(lambda *parts: stacked_value(parts, mesh), *nests)
 
 

@@ -40,9 +40,14 @@ def test_batches_are_explicit_transfers(strategy: dj.Strategy):
     with strategy.scope():
         model = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
         model.compile(optax.sgd(0.1), "mse")
+    of_replicas = strategy.experimental_distribute_values_from_function
     with jax.transfer_guard("disallow"):
+        each = of_replicas(lambda context: np.ones(1 + context.replica_id_in_sync_group % 2))
+        strategy.experimental_local_results(strategy.run(lambda x: 2 * x, args=(each,)))
         for x in strategy.distribute_dataset(batches(8, 5)):
-            strategy.reduce("sum", strategy.run(lambda x: 2 * x, args=(x,)), axis=0)
+            rows = strategy.run(lambda x: 2 * x, args=(x,), options=dj.RunOptions(verify="always"))
+            strategy.reduce("sum", rows, axis=0)
+            strategy.run(lambda x: jax.lax.pmax(x.max(), "data"), args=(x,))
         model.fit(np.ones((5, 3), np.float32), np.ones((5, 1)), batch_size=4, verbose=0)
         with pytest.raises(RuntimeError, match="Disallowed host-to-device transfer"):
             strategy.run(lambda x: x, args=(2.0,))
