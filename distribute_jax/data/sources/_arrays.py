@@ -14,7 +14,7 @@ from distribute_jax._absent import getattr_with_hints
 from distribute_jax._checks import check_int, takes
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._messages import PyTree, is_key
-from distribute_jax.data.sources._base import Source, length_of, on_host, unbatched
+from distribute_jax.data.sources._base import Source, on_host, unbatched
 from distribute_jax.data.sources._files import SEED, apply_function, check_rows, stack_examples
 
 
@@ -189,17 +189,13 @@ class ArraySource(Source):
     def __init__(self, dataset: ArrayDataset, method: str) -> None:
         if dataset._batches is None:
             raise unbatched(self.text, method)
-        self._dataset = dataset
+        super().__init__(dataset, method)
         self.is_infinite = dataset._is_endless()
         self.seed = dataset._seed
         self.runs_user_code = bool(dataset._functions or dataset._batch_functions)
 
     def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
         return self._dataset._read(epoch, position)
-
-    @property
-    def length(self) -> int | None:
-        return length_of(self._dataset)
 
 
 def from_arrays(tree: PyTree, *more: PyTree) -> ArrayDataset:

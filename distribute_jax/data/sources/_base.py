@@ -37,6 +37,9 @@ class Source(ABC):
     auto_shard_policy: str | None = None
     """The name of the ``AutoShardPolicy`` that is set on the source itself."""
 
+    def __init__(self, dataset: Any, method: str) -> None:
+        self._dataset, self._method = dataset, method
+
     @property
     @abstractmethod
     def text(self) -> str:
@@ -61,7 +64,10 @@ class Source(ABC):
     @property
     def length(self) -> int | None:
         """The number of batches of an epoch; None if unknown."""
-        return None
+        try:
+            return len(self._dataset)
+        except TypeError:
+            return None
 
     def shard_files(self, count: int, index: int) -> Source:
         """Returns a source of the files index, index + count, …."""
@@ -108,13 +114,6 @@ def _drained(previewed: deque[PyTree], rest: Iterator[PyTree]) -> Iterator[PyTre
     while previewed:
         yield previewed.popleft()
     yield from rest
-
-
-def length_of(batches: Any) -> int | None:
-    try:
-        return len(batches)
-    except TypeError:
-        return None
 
 
 def unbatched(text: str, method: str) -> ArgumentError:

@@ -117,8 +117,7 @@ class FileSource(Source):
     def __init__(self, dataset: FileDataset, method: str) -> None:
         if dataset._size is None:
             raise unbatched(self.text, method)
-        self._dataset = dataset
-        self._method = method
+        super().__init__(dataset, method)
         self.seed = dataset._seed
         self.num_files = len(dataset._paths)
 

@@ -12,7 +12,7 @@ from distribute_jax._checks import converting, takes
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, is_array, leaf_text
 from distribute_jax._values import DistributedValues
-from distribute_jax.data.sources._base import Stream, length_of, on_host
+from distribute_jax.data.sources._base import Stream, on_host
 
 _SLICES = "[(x[i:i + 256], y[i:i + 256]) for i in range(0, len(x), 256)]"
 
@@ -92,20 +92,20 @@ class _Iterable(Stream):
     batching = f"Batch the source first, for example {_SLICES}."
 
     def __init__(self, source: Any, method: str) -> None:
-        self._source, self._method = source, method
+        super().__init__(source, method)
         self.runs_user_code = type(source) not in (list, tuple)
         self._claim = _Claim(source, method) if isinstance(source, Iterator) else None
         self._is_started = False
 
     @property
     def text(self) -> str:
-        return leaf_text(self._source)
+        return leaf_text(self._dataset)
 
     def start(self) -> Iterator[PyTree]:
-        batches = self._source if _is_iterable(self._source) else self._source()
+        batches = self._dataset if _is_iterable(self._dataset) else self._dataset()
         if not _is_iterable(batches):
             raise ArgumentError(
-                f"The function {self._source!r:.60} given to {self._method} returned {leaf_text(batches)}. "
+                f"The function {self._dataset!r:.60} given to {self._method} returned {leaf_text(batches)}. "
                 "It must return an iterable of global batches, or be a generator that yields them."
             )
         with converting(self._method, batches, "an iterable of global batches"):
@@ -123,10 +123,6 @@ class _Iterable(Stream):
         self._is_started = True
         read, on_epoch_end = map(on_host, iterator), getattr(batches, "on_epoch_end", None)
         return _then(read, on_epoch_end) if callable(on_epoch_end) else read  # of Keras's PyDataset
-
-    @property
-    def length(self) -> int | None:
-        return length_of(self._source)
 
 
 def _pass_factory(method: str) -> str:

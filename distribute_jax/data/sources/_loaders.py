@@ -13,7 +13,7 @@ import jax
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, listed, path_text
-from distribute_jax.data.sources._base import Source, Stream, length_of, on_host
+from distribute_jax.data.sources._base import Source, Stream, on_host
 
 _READ_AHEAD = 4
 """Batches that Grain reads ahead, in one thread each; its default of 500 would fill the memory."""
@@ -28,7 +28,7 @@ class GrainMap(Source):
     can_resume = True
 
     def __init__(self, dataset: Any, method: str) -> None:
-        self._dataset = dataset
+        super().__init__(dataset, method)
         self.is_infinite = len(dataset) >= _INFINITE
 
     def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
@@ -56,9 +56,7 @@ class GrainIter(Source):
     """
 
     can_resume = True
-
-    def __init__(self, dataset: Any, method: str) -> None:
-        self._dataset = dataset
+    length = None  # of batches; it may have one of examples
 
     @property
     def text(self) -> str:
@@ -99,9 +97,8 @@ class TfData(Stream):
     )
 
     def __init__(self, dataset: Any, method: str) -> None:
+        super().__init__(dataset, method)
         self._tf = tf = sys.modules["tensorflow"]
-        self._dataset = dataset
-        self._method = method
         # Raised if TensorFlow cannot serialize the dataset, or if its file names come from its data.
         self._unknown = (tf.errors.OpError, ValueError, TypeError)
         self._cardinality = int(dataset.cardinality())
@@ -236,7 +233,7 @@ class TorchLoader(Stream):
     batching = "Pass batch_size=256 to this PyTorch DataLoader, which yields single examples."
 
     def __init__(self, loader: Any, method: str) -> None:
-        self._loader = loader
+        super().__init__(loader, method)
         shares = getattr(getattr(loader, "sampler", None), "num_replicas", 1)
         # A dataset function gets an InputContext, by which it may shard.
         if shares > jax.process_count() and "function" not in method:
@@ -246,11 +243,7 @@ class TorchLoader(Stream):
             )
 
     def start(self) -> Iterator[PyTree]:
-        return map(on_host, iter(self._loader))
-
-    @property
-    def length(self) -> int | None:
-        return length_of(self._loader)
+        return map(on_host, iter(self._dataset))
 
 
 def refuse_torch_dataset(dataset: Any, method: str) -> NoReturn:
@@ -271,15 +264,11 @@ class HuggingFaceTable(Source):
     def __init__(self, dataset: Any, method: str) -> None:
         if dataset.format["type"] is None:
             dataset = dataset.with_format("numpy", columns=dataset.format["columns"])
-        self._dataset = dataset
+        super().__init__(dataset, method)
 
     def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
         rest = range(position, len(self._dataset))
         return map(on_host, self._dataset.select(rest)) if rest else iter(())
-
-    @property
-    def length(self) -> int | None:
-        return length_of(self._dataset)
 
 
 class HuggingFaceStream(Source):
@@ -288,7 +277,7 @@ class HuggingFaceStream(Source):
     text = "a Hugging Face IterableDataset"
 
     def __init__(self, dataset: Any, method: str) -> None:
-        self._dataset = dataset.with_format("numpy")
+        super().__init__(dataset.with_format("numpy"), method)
 
     def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
         return iter(self._dataset)

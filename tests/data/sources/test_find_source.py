@@ -65,7 +65,7 @@ class _Counted(Stream):
 
 def test_a_preview_is_the_beginning_of_the_next_epoch():
     """Two previews start the stream once; the next epoch, and only that one, begins with what they read."""
-    stream = _Counted()
+    stream = _Counted(None, "a test")
     assert next(stream.preview()) == 10
     assert list(stream.preview()) == [10, 11]
     assert list(stream.open()) == [10, 11]
@@ -75,7 +75,7 @@ def test_a_preview_is_the_beginning_of_the_next_epoch():
 
 def test_a_preview_that_fails_is_forgotten():
     """An error in a preview passes through, and the next epoch starts again."""
-    stream = _Counted()
+    stream = _Counted(None, "a test")
     stream.fails = True
     with pytest.raises(OSError, match="disk"):
         list(stream.preview())
