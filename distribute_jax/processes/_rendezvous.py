@@ -90,8 +90,8 @@ def listen(address: str) -> tuple[socket.socket, str]:
     except OSError as error:
         raise ClusterError(
             f"Process 0 of the job is expected at {address}, and it cannot listen there: {error.strerror}. "
-            f"Another program, or another job, may be using port {port}, or {host} is not this machine. "
-            "Choose a port that is free on the machine of process 0, and give it to every process."
+            f"Another program, another job or a second process 0 may be using port {port}, or {host} is not "
+            "this machine. Choose a port that is free on process 0's machine, and give it to every process."
         ) from error
     shown = f"[{target[0]}]" if ":" in str(target[0]) else str(target[0])
     return listener, f"{shown}:{port}"

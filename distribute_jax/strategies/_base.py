@@ -297,7 +297,8 @@ class Strategy(InputMethods, ModelMethods, V1Methods):
         Args:
             reduce_op: ``"sum"`` or ``"mean"``.
             value: a pytree of what ``run`` returned. A result that is equal on every replica counts
-                once for each replica under SUM.
+                once for each replica under SUM. In a job, what each process has for itself counts as
+                its replicas' value, under SUM only if each process has one.
             axis: None combines the replicas' arrays element by element. An int or several also
                 reduce those dims of each replica's array: SUM adds everything, MEAN divides by the
                 total number of elements, so shares of different length count right.
@@ -309,8 +310,8 @@ class Strategy(InputMethods, ModelMethods, V1Methods):
             The pytree of combined arrays, on this process's first device, free to mix with any other.
 
         Raises:
-            ValueError: another ``reduce_op``, shapes that do not fit, a host value under SUM, or a
-                value that is not a number, such as a bool.
+            ValueError: another ``reduce_op``, shapes that do not fit, another host value under SUM, or
+                a value that is not a number, such as a bool.
             RuntimeError: called inside ``run``.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/Strategy#reduce

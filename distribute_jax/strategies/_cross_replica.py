@@ -131,10 +131,8 @@ def gather_value(value: Any, axis: int, mesh: Mesh) -> jax.Array:
             return _gather_parts(value.values, axis)
         with converting("strategy.gather: value", value):
             array = jnp.asarray(value)
-        dim = checked_dim(array.ndim, axis, _part_text(array), "strategy.gather")
-        if is_equal:
-            return on_host_device(jnp.concatenate([array] * num_replicas(mesh), axis=dim))
-        return array
+        times = num_replicas(mesh) if is_equal else 1
+        return on_host_device(_gather_parts([array] * times, axis))
 
 
 def local_values(value: Any, mesh: Mesh) -> list[Any] | None:
