@@ -354,8 +354,8 @@ def reading(value: Any) -> Iterator[None]:
     array = getattr(value, "global_array", value)
     if is_donated(array):
         raise DonatedError(
-            f"{leaf_text(array)} was given to an earlier step, which reused its memory, so it can no longer "
-            "be read. Use what that step returned or wrote instead, or keep dj.snapshot(value) before it."
+            f"{leaf_text(array)} was donated to a call, which reused its memory, so it can no longer be "
+            "read. Use what that call returned, or pass it dj.snapshot(value)."
         )
     try:
         if type(array) is ARRAY and array.is_ready():

@@ -46,8 +46,8 @@ MASKED = (
     "as two leaves: array.filled(0) and np.ma.getmaskarray(array)."
 )
 DONATED = (
-    "These arrays were donated to a step (donate_args, or they were state), so they can no longer be "
-    "read. Keep data on the host as NumPy arrays, or copy it before: dj.snapshot(batch)."
+    "These arrays were donated, to a jax.jit or with donate_args, so they can no longer be read. Keep "
+    "data on the host as NumPy arrays, or copy it before: dj.snapshot(batch)."
 )
 TOO_LARGE = (
     "64-bit integers become 32-bit, because jax_enable_x64 is off, and these do not fit. Call "

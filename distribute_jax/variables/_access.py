@@ -160,6 +160,5 @@ def _donated_error(variable: nnx.Variable[Any], why: str) -> DonatedError:
     return DonatedError(
         f"Variable {name!r} cannot be read: it was donated to a step, which {why}. Restore it from a "
         "checkpoint or an earlier dj.snapshot, or assign it again; with RunOptions(donate_state=False) "
-        "state is kept if a step fails. nnx.clone(v) and v.copy() share the array of v; copy.copy(v) copies "
-        "it."
+        "state is kept if a step fails."
     )

@@ -51,7 +51,7 @@ def test_results_that_differ_are_per_replica(s2: dj.MirroredStrategy):
     with pytest.raises(TypeError, match=r"^PerReplica of 2 × float32\[\] holds one value"):
         f"{ids:.3f}"
     ids.global_array.delete()
-    assert repr(ids).startswith("PerReplica:{unreadable, DonatedError: float32[2] was given to")
+    assert repr(ids).startswith("PerReplica:{unreadable, DonatedError: float32[2] was donated to")
     (batch,) = s2.distribute_dataset([np.zeros((80, 3), np.float32)])
     assert repr(batch) == "PerReplica of 2 × float32[40,3]"
 
