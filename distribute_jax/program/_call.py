@@ -133,6 +133,8 @@ class BoundProgram:
         first = state if unchanged and alive else 0
         if not _all_alive(flat[first:]):
             self.check_readable(flat, first)
+        if not unchanged:
+            self.last_state = []
         if donated and self._copy_referenced(flat, 2 if unchanged else 1):
             unchanged = False
         if donated and self._num_possible_aliases:

@@ -226,7 +226,7 @@ def test_what_the_user_keeps_stays_as_it_was(strategy: dj.Strategy, several: boo
 def test_only_what_is_kept_is_copied(
     s2: dj.MirroredStrategy, how: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Nothing else is, also if several steps share the state, or the loop runs several at once."""
+    """Nothing else is, also if steps share the state, run several at once, or the loop resets a variable."""
     copies: list[jax.Array] = []
     copied_here = _call.copied_here
 
@@ -248,6 +248,7 @@ def test_only_what_is_kept_is_copied(
         for step in (learn_agent, evaluate, swapped, learn_agent):
             s2.run(step, args=second)
             s2.run_steps(step, iter([first, second]), 2)
+            agent.steps[...] = jnp.zeros((), jnp.int32)
         return len(copies)
 
     learn_agent = functools.partial(learn, agent)
