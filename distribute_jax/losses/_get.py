@@ -22,7 +22,7 @@ from distribute_jax.losses._shapes import same_rank
 CLASSES: tuple[type[FormulaLoss], ...] = tuple(FormulaLoss.__subclasses__())
 """The classes of ``_crossentropy`` and ``_regression``, which were imported above."""
 
-_BY_CLASS_NAME = {cls.__name__: cls for cls in CLASSES}
+BY_CLASS_NAME = {cls.__name__: cls for cls in CLASSES}
 _BY_FORMULA_NAME = {cls.formula.__name__: cls for cls in CLASSES}
 _SHORT = {
     "bce": _crossentropy.BinaryCrossentropy,
@@ -82,12 +82,12 @@ def get(identifier: Any) -> Loss:
     )
 
 
-def from_name(name: str, **options: Any) -> Loss:
-    """Returns the loss of a name in Keras, with options of its class."""
+def from_name(name: str) -> Loss:
+    """Returns the loss of a name in Keras."""
     if name in BY_NAME:
-        return BY_NAME[name](name=name, **options)
-    if name in _BY_CLASS_NAME:
-        return _BY_CLASS_NAME[name](**options)
+        return BY_NAME[name](name=name)
+    if name in BY_CLASS_NAME:
+        return BY_CLASS_NAME[name]()
     raise ArgumentError(
         f"{not_a_name('a loss', name, BY_NAME)} Or pass a function of (y_true, y_pred) that returns one loss "
         "for each example."
@@ -103,6 +103,8 @@ PREDICTIONS = (
 
 class FunctionLoss(Loss):
     """A loss that calls a user's function; messages call it ``what``."""
+
+    _followed_in_steps = ("function", "name", "reduction", "dtype")
 
     def __init__(self, function: Callable[..., Any], what: str = "loss") -> None:
         super().__init__(_function_name(function) or what)

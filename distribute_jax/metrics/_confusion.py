@@ -28,7 +28,7 @@ class Confusion(Metric):
     true_negatives: nnx.Variable[jax.Array]
 
     def __init__(self, thresholds: Sequence[float], name: str | None = None) -> None:
-        self.name = name or in_snake_case(self)
+        self.name = name or in_snake_case(type(self))
         self.thresholds = tuple(float(threshold) for threshold in thresholds)
         for name in ("true_positives", "false_positives", "false_negatives", "true_negatives"):
             zeros = jnp.zeros(len(self.thresholds), jnp.float32)

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 
 from distribute_jax import losses
 from distribute_jax._checks import check_int
-from distribute_jax._messages import promoting
+from distribute_jax._errors import ArgumentError
+from distribute_jax._messages import not_a_name, promoting
 from distribute_jax.losses._crossentropy import class_numbers
-from distribute_jax.losses._get import FunctionLoss
+from distribute_jax.losses._get import BY_CLASS_NAME, BY_NAME, FunctionLoss
 from distribute_jax.losses._loss import OfFormula
 from distribute_jax.losses._shapes import pair, predictions
+from distribute_jax.metrics._confusion import AUC, Precision, Recall
 from distribute_jax.metrics._means import Average
 from distribute_jax.metrics._metric import Metric, in_snake_case
 
@@ -40,7 +42,7 @@ class Mean(Average):
 
     def __init__(self, name: str | None = None, dtype: Any = None) -> None:
         super().__init__()
-        self.name = name or in_snake_case(self)
+        self.name = name or in_snake_case(type(self))
 
 
 class Sum(Mean):
@@ -77,9 +79,11 @@ class MeanMetricWrapper(Average):
         self, fn: Callable[..., Any], name: str | None = None, dtype: Any = None, **kwargs: Any
     ) -> None:
         super().__init__()
-        self.name = name or in_snake_case(self)
-        inspect.signature(fn).bind(None, None, **kwargs)
-        self._per_example = FunctionLoss(partial(fn, **kwargs), what="metric").per_example
+        self.name = name or in_snake_case(type(self))
+        if kwargs:
+            inspect.signature(fn).bind(None, None, **kwargs)
+            fn = partial(fn, **kwargs)
+        self._loss = fn if isinstance(fn, losses.Loss) else FunctionLoss(fn, what="metric")
 
     @promoting
     def update(  # type: ignore[override]  # the values are computed from two arguments
@@ -100,7 +104,7 @@ class MeanMetricWrapper(Average):
             sample_weight: how much each value counts; dims match from the left.
             _: keywords for other metrics.
         """
-        self._add("values", self._per_example(labels, predictions), mask, sample_weight)
+        self._add("values", self._loss.per_example(labels, predictions), mask, sample_weight)
 
 
 def binary_accuracy(y_true: Any, y_pred: Any, threshold: float = 0.5) -> jax.Array:
@@ -305,3 +309,61 @@ class SparseCategoricalCrossentropy(_MeanOfFormula):
         return losses.sparse_categorical_crossentropy(
             y_true, y_pred, from_logits=from_logits, axis=axis
         )
+
+
+_METRICS = {
+    name: cls
+    for cls in (
+        *(BinaryAccuracy, CategoricalAccuracy, SparseCategoricalAccuracy, CosineSimilarity),
+        *(TopKCategoricalAccuracy, SparseTopKCategoricalAccuracy, AUC, Precision, Recall),
+    )
+    for name in (in_snake_case(cls), cls.__name__)
+}
+"""The metrics that strings stand for, beside losses and ``"accuracy"``; "AUC" may be written in any case."""
+_NAMES = {"accuracy", "acc", *BY_NAME, *(in_snake_case(cls) for cls in _METRICS.values())}
+
+
+class _Accuracy(losses.Loss):
+    """The accuracy that Keras uses for the shapes of labels and predictions.
+
+    Predictions of one number per example are binary; labels with one dim less, or of one number per
+    example, are class numbers; others are one-hot.
+    """
+
+    def __init__(self, name: str, threshold: float) -> None:
+        super().__init__(name)
+        self.threshold = threshold
+
+    def call(self, y_true: Any, y_pred: Any) -> jax.Array:
+        true, predicted = getattr(y_true, "shape", None), getattr(y_pred, "shape", None)
+        if true is None or predicted is None:
+            raise ArgumentError(
+                f"The metric {self.name!r} depends on the shapes of labels and predictions, and one of them "
+                "is a pytree of arrays. Pass a dict of metrics, by output."
+            )
+        if len(predicted) < 2 or predicted[-1] == 1:
+            return binary_accuracy(y_true, y_pred, self.threshold)
+        is_sparse = len(true) < len(predicted) or true[-1] == 1
+        return accuracy("sparse_" * is_sparse + "categorical_accuracy", y_true, y_pred)
+
+
+def from_name(name: str, *, from_logits: bool) -> Metric:
+    """Returns the metric of a name in Keras, for probabilities or logits.
+
+    For logits the binary threshold is 0, and a cross-entropy is that of logits. ``"cosine_similarity"`` is
+    positive for vectors that agree, and the loss of that name negative, as in Keras.
+    """
+    threshold = 0.0 if from_logits else 0.5
+    if name.lower() in ("accuracy", "acc"):
+        return MeanMetricWrapper(_Accuracy(name, threshold))
+    cls = _METRICS.get(name) or _METRICS.get(name.lower())
+    if cls is not None:
+        return BinaryAccuracy(threshold=threshold) if cls is BinaryAccuracy else cls()
+    if name not in BY_NAME and name not in BY_CLASS_NAME:
+        raise ArgumentError(
+            f"{not_a_name('a metric', name, _NAMES)} Or pass a function of (y_true, y_pred), or a metric of "
+            "dj.metrics."
+        )
+    loss = losses.get(name)
+    loss.from_logits = from_logits
+    return MeanMetricWrapper(loss)

@@ -21,9 +21,9 @@ from distribute_jax.strategies import get_replica_context
 _BEFORE_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
-def in_snake_case(metric: Any) -> str:
-    """Returns Keras's default name of a metric, that of its class in snake case."""
-    return _BEFORE_WORD.sub("_", type(metric).__name__).lower()
+def in_snake_case(cls: type) -> str:
+    """Returns Keras's default name of the metrics of a class."""
+    return _BEFORE_WORD.sub("_", cls.__name__).lower()
 
 
 class Metric(nnx.metrics.Metric):

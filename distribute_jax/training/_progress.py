@@ -29,11 +29,11 @@ def progress(verbose: int | str, method: str) -> list[Callback]:
 
     console = Console()
     if verbose == 2 or not (console.is_jupyter or console.is_interactive):
-        return [Lines(method)]
-    return [NotebookBar(method) if console.is_jupyter else Bar(method, console)]
+        return [Progress(method, Lines())]
+    return [Progress(method, NotebookBar() if console.is_jupyter else Bar(console))]
 
 
-class _Progress(NamedTuple):
+class _Counts(NamedTuple):
     seconds: float
     done: int
     examples: int
@@ -41,21 +41,30 @@ class _Progress(NamedTuple):
     """Seconds spent on compiling."""
 
 
-class Lines(Callback):
+class Progress(Callback):
+    """Draws on a screen while batches are processed, and leaves one line per epoch on it.
+
+    It never waits for a step: it shows the newest numbers that the devices have computed.
+    """
+
     reads_late = True
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, screen: Lines | Bar | NotebookBar) -> None:
         super().__init__()
-        self.title = method
+        self.title, self._screen = method, screen
         self._in_fit = method == "fit"
         self._compiles = True
         """True until the first batch has run."""
         self._steps: int | None = None
-        self._begin()
 
     def _begin(self) -> None:
-        self._start = self._now = _Progress(time.perf_counter(), 0, 0, self._prepared())
+        self._start = self._now = self._counts(0, 0)
         self._clock_runs = True
+        self._snapshot: Snapshot | None = None
+        self._metrics: list[str] = []
+        self._drawn = 0.0
+        if self._compiles:
+            self._screen.draw(self.title, 0, self._steps, ["compiling…"])
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.title = f"Epoch {epoch + 1}/{self.params['epochs']}"
@@ -72,12 +81,15 @@ class Lines(Callback):
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self._in_fit:
             self._stop_clock()  # validation is not training
+            self._draw_validation(0)
         else:
             self.on_predict_begin()
 
     def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if not self._in_fit:
             self._count(batch, "test")
+        elif self._is_due():
+            self._draw_validation(batch + 1)
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         if not self._in_fit:
@@ -94,12 +106,28 @@ class Lines(Callback):
         self._end(None)
 
     def _count(self, batch: int, kind: str | None) -> None:
-        del kind
-        examples = self.params["examples"]
-        self._now = _Progress(time.perf_counter(), batch + 1, examples, self._prepared())
+        self._now = self._counts(batch + 1, self.params["examples"])
         self._compiles = False
+        if not self._is_due():
+            return
+        if self._snapshot is not None and self._snapshot.is_ready:
+            self._metrics, self._snapshot = format_scalars(self._snapshot.logs()), None
+        if self._snapshot is None and kind is not None:
+            self._snapshot = self.model.trainer.snapshot(kind)
+        texts = [*self._speed(), *self._metrics]
+        self._screen.draw(self.title, self._now.done, self._steps, texts)
 
-    def speed(self) -> list[str]:
+    def _draw_validation(self, done: int) -> None:
+        self._screen.draw(f"{self.title} validation", done, self.params.get("validation_steps"), [])
+
+    def _is_due(self) -> bool:
+        now = time.perf_counter()
+        if not self._screen.is_live or now - self._drawn < REFRESH_SECONDS:
+            return False
+        self._drawn = now
+        return True
+
+    def _speed(self) -> list[str]:
         """Returns time per step and examples per second, without compilation; nothing if unknown."""
         start, now = self._start, self._now
         seconds = now.seconds - start.seconds - (now.prepared - start.prepared)
@@ -110,8 +138,9 @@ class Lines(Callback):
             f"{now.examples / seconds:,.0f} examples/s",
         ]
 
-    def _prepared(self) -> float:
-        return 0.0 if self.model is None else self.model._predicting_trainer().clock.seconds
+    def _counts(self, done: int, examples: int) -> _Counts:
+        prepared = 0.0 if self.model is None else self.model._predicting_trainer().clock.seconds
+        return _Counts(time.perf_counter(), done, examples, prepared)
 
     def _stop_clock(self) -> None:
         if self._clock_runs:
@@ -123,71 +152,40 @@ class Lines(Callback):
         done = self._now.done
         batches = f"{done} batch{'' if done == 1 else 'es'}"
         seconds = f"{self._now.seconds - self._start.seconds:.1f} s"
-        self._print([self.title, batches, seconds, *self.speed(), *format_scalars(logs)])
+        self._screen.finish([self.title, batches, seconds, *self._speed(), *format_scalars(logs)])
 
-    def _print(self, parts: list[str]) -> None:
+    def _release(self) -> None:
+        self._screen.close()
+
+
+class Lines:
+    """Prints the last line only."""
+
+    is_live = False
+
+    def draw(self, title: str, done: int, steps: int | None, texts: list[str]) -> None:
+        """Draws how far it is."""
+
+    def finish(self, parts: list[str]) -> None:
+        """Prints a line in place of what was drawn."""
         print(" - ".join(parts), flush=True)
 
+    def close(self) -> None:
+        """Removes what was drawn."""
 
-class Bar(Lines):
-    """Draws a bar while batches are processed, and leaves one line per epoch above it.
 
-    It never waits for a step: it shows the newest numbers that the devices have computed.
-    """
+class Bar:
+    """Draws a bar in a terminal, below the lines."""
 
-    def __init__(self, method: str, console: Any = None) -> None:
-        super().__init__(method)
+    is_live = True
+
+    def __init__(self, console: Any) -> None:
         self._console = console
         self._bar: Any = None
 
-    def _begin(self) -> None:
-        super()._begin()
-        self._snapshot: Snapshot | None = None
-        self._metrics: list[str] = []
-        self._updated = 0.0
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        super().on_epoch_begin(epoch, logs)
-        self._draw_first()
-
-    def on_predict_begin(self, logs: dict[str, Any] | None = None) -> None:
-        super().on_predict_begin(logs)
-        self._draw_first()
-
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        super().on_test_begin(logs)
-        if self._in_fit:
-            self._draw("validation", 0, self.params.get("validation_steps"), [])
-
-    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        super().on_test_batch_end(batch, logs)
-        if self._in_fit and self._is_due():
-            self._draw("validation", batch + 1, self.params.get("validation_steps"), [])
-
-    def _is_due(self) -> bool:
-        now = time.perf_counter()
-        if now - self._updated < REFRESH_SECONDS:
-            return False
-        self._updated = now
-        return True
-
-    def _count(self, batch: int, kind: str | None) -> None:
-        super()._count(batch, kind)
-        if not self._is_due():
-            return
-        if self._snapshot is not None and self._snapshot.is_ready:
-            self._metrics, self._snapshot = format_scalars(self._snapshot.logs()), None
-        if self._snapshot is None and kind is not None:
-            self._snapshot = self.model.trainer.snapshot(kind)
-        self._draw("", self._now.done, self._steps, [*self.speed(), *self._metrics])
-
-    def _draw_first(self) -> None:
-        if self._compiles:
-            self._draw("", 0, self._steps, ["compiling…"])
-
-    def _draw(self, phase: str, done: int, steps: int | None, texts: list[str]) -> None:
+    def draw(self, title: str, done: int, steps: int | None, texts: list[str]) -> None:
         task = {
-            "description": " ".join(filter(None, [self.title, phase])),
+            "description": title,
             "completed": done,
             "total": steps,
             "texts": " - ".join(texts),
@@ -199,16 +197,8 @@ class Bar(Lines):
         else:
             self._bar.update(self._task, **task, refresh=True)
 
-    def _end(self, logs: dict[str, Any] | None) -> None:
-        self._release()
-        super()._end(logs)
-
-    def _release(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def _print(self, parts: list[str]) -> None:
+    def finish(self, parts: list[str]) -> None:
+        self.close()
         lines = parts[:1]
         for part in parts[1:]:
             longer = f"{lines[-1]} - {part}"
@@ -218,30 +208,38 @@ class Bar(Lines):
                 lines.append(f"  {part}")
         self._console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
-class NotebookBar(Bar):
+
+class NotebookBar:
     """Draws the bar as text in the output of a notebook cell, without widgets."""
 
-    def _draw(self, phase: str, done: int, steps: int | None, texts: list[str]) -> None:
+    is_live = True
+    _shown: Any = None
+
+    def draw(self, title: str, done: int, steps: int | None, texts: list[str]) -> None:
         filled = 20 * done // steps if steps else 0
         bar = f"{'━' * filled}{'╌' * (20 - filled)} {done}/{steps or '?'}"
-        self._show(" ".join(filter(None, [self.title, phase, bar, " - ".join(texts)])))
+        self._show(" ".join(filter(None, [title, bar, " - ".join(texts)])))
 
     def _show(self, text: str) -> None:
         from IPython.display import display
 
         content = {"text/plain": text}
-        if self._bar is None:
-            self._bar = display(content, raw=True, display_id=True)
+        if self._shown is None:
+            self._shown = display(content, raw=True, display_id=True)
         else:
-            self._bar.update(content, raw=True)
+            self._shown.update(content, raw=True)
 
-    def _release(self) -> None:
-        pass  # the text stays
-
-    def _print(self, parts: list[str]) -> None:
+    def finish(self, parts: list[str]) -> None:
         self._show(" - ".join(parts))
-        self._bar = None
+        self._shown = None
+
+    def close(self) -> None:
+        """Leaves the text."""
 
 
 def format_scalars(logs: dict[str, Any] | None) -> list[str]:

@@ -152,16 +152,17 @@ def test_dj_optimizers_are_used_and_nnx_optimizers_refused(s4: dj.MirroredStrate
         model.compile(plain, "mse")
 
 
-def test_captured_values_of_a_loss_are_read_at_each_step(s4: dj.MirroredStrategy):
+def test_captured_values_of_losses_and_metrics_are_read_at_each_step(s4: dj.MirroredStrategy):
     factor = [1.0]
 
     def scaled(y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
         return factor[0] * jnp.abs(y_pred[:, 0] - y_true)
 
-    model = make_model(s4, loss=scaled)
-    one = model.evaluate(X, Y)
+    metrics = [scaled, dj.metrics.MeanMetricWrapper(scaled)]
+    model = make_model(s4, loss=scaled, metrics=metrics)
+    before = model.evaluate(X, Y)
     factor[0] = 3.0
-    assert model.evaluate(X, Y) == pytest.approx(3 * one)
+    assert model.evaluate(X, Y) == pytest.approx([3 * value for value in before])
 
 
 class Headed(nnx.Module):

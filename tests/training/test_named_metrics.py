@@ -12,7 +12,7 @@ import pytest
 
 import distribute_jax as dj
 from distribute_jax import losses
-from distribute_jax.training._tracker import per_example
+from distribute_jax.training._tracker import find_metric
 
 IDS = np.array([0, 1, 6, 3])
 ONE_HOT = np.eye(7, dtype=np.float32)[IDS]
@@ -44,25 +44,27 @@ CASES: dict[str, tuple[str, Any, Any, Any, list[float]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_name_is_a_formula_with_one_value_per_example(case: str):
-    name, loss, y_true, y_pred, wanted = CASES[case]
-    value = per_example(name, loss, y_true, y_pred)
-    np.testing.assert_allclose(value(y_true, y_pred), wanted, rtol=1e-6, atol=1e-7)
+def per_example(identifier: Any, loss: Any = None) -> Any:
+    return find_metric(identifier, loss)[1]._loss.per_example
+
+
+@pytest.mark.parametrize(("name", "loss", "y_true", "y_pred", "wanted"), CASES.values(), ids=CASES)
+def test_a_name_is_a_formula_with_one_value_per_example(name, loss, y_true, y_pred, wanted):
+    values = per_example(name, loss)(y_true, y_pred)
+    np.testing.assert_allclose(values, wanted, rtol=1e-6, atol=1e-7)
 
 
 def test_a_time_dim_is_kept():
-    y_true, y_pred = IDS.reshape(2, 2), SCORES.reshape(2, 2, 7)
+    ids, one_hot, y_pred = IDS.reshape(2, 2), ONE_HOT.reshape(2, 2, 7), SCORES.reshape(2, 2, 7)
     for name in ("accuracy", "sparse_top_k_categorical_accuracy"):
-        assert per_example(name, None, y_true, y_pred)(y_true, y_pred).shape == (2, 2)
-    one_hot = ONE_HOT.reshape(2, 2, 7)
-    assert per_example("acc", None, one_hot, y_pred)(one_hot, y_pred).shape == (2, 2)
+        assert per_example(name)(ids, y_pred).shape == (2, 2)
+    assert per_example("acc")(one_hot, y_pred).shape == (2, 2)
 
 
 def test_a_crossentropy_beside_a_loss_of_logits_is_of_logits_too():
     sparse = losses.SparseCategoricalCrossentropy(from_logits=True)
     for loss in (sparse, losses.get(optax.softmax_cross_entropy_with_integer_labels)):
-        value = per_example("sparse_categorical_crossentropy", loss, IDS, SCORES)
+        value = per_example("sparse_categorical_crossentropy", loss)
         np.testing.assert_array_equal(value(IDS, SCORES), sparse.per_example(IDS, SCORES))
 
 
@@ -71,8 +73,7 @@ def test_functions_may_name_their_arguments_in_any_order():
         return scale * (labels - predictions)
 
     for function in (away, functools.partial(away, scale=1.0)):
-        value = per_example(function, None, BITS, SURE)
-        np.testing.assert_array_equal(value(BITS, SURE), BITS - SURE)
+        np.testing.assert_array_equal(per_example(function)(BITS, SURE), BITS - SURE)
 
 
 REFUSED = {
@@ -81,19 +82,17 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_other_metrics_are_refused(case: str):
-    identifier, words = REFUSED[case]
+@pytest.mark.parametrize(("identifier", "words"), REFUSED.values(), ids=REFUSED)
+def test_other_metrics_are_refused(identifier: Any, words: str):
     with pytest.raises(dj.ArgumentError, match=words):
-        per_example(identifier, None, BITS, SURE)
+        per_example(identifier)
 
 
 def test_a_mean_over_the_batch_is_refused():
-    value = per_example(lambda y_true, y_pred: jnp.mean(y_pred), None, BITS, SURE)
     with pytest.raises(dj.ArgumentError, match=r"^The metric returned one number"):
-        value(BITS, SURE)
+        per_example(lambda y_true, y_pred: jnp.mean(y_pred))(BITS, SURE)
 
 
 def test_accuracy_of_a_pytree_is_refused():
     with pytest.raises(dj.ArgumentError, match="depends on the shapes"):
-        per_example("accuracy", None, {"a": BITS}, SURE)
+        per_example("accuracy")({"a": BITS}, SURE)

@@ -1,96 +1,49 @@
 """The checks that every strategy passes: each public function of ``_values`` and ``_state`` is one.
 
-A check takes a ``Subject``, which is a strategy on known devices, and yields ``Fact``s; it raises nothing
-itself, so that everything wrong is reported.
+A check takes a ``Subject``, which collects what is not as expected; it raises nothing itself, so that
+everything wrong is reported.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._errors import LoweringError
-from distribute_jax._messages import error_text, path_text
+from distribute_jax._messages import error_text, is_array, path_text
 from distribute_jax.program import RunOptions
 from distribute_jax.strategies import Strategy, get_replica_context
 
 ROUNDING = 1e-5
 """Relative to the largest number of an array: float32 sums in another order differ by less."""
 
-_ARRAYS = (np.ndarray, np.generic, jax.Array)
 
-
-@dataclass(frozen=True)
-class Fact:
+class Fact(NamedTuple):
     what: str
     """What was compared, in words."""
     received: Any
     expected: Any
-    rtol: float = ROUNDING
-    """The tolerance of floating numbers, relative to the largest one; 0 for equal bits."""
-
-    def holds(self) -> bool:
-        received, expected = self.received, self.expected
-        if isinstance(expected, float):
-            return self._are_close(np.asarray(received), np.asarray(expected))
-        if not isinstance(expected, _ARRAYS):
-            return type(received) is type(expected) and bool(received == expected)
-        array = np.asarray(received)
-        is_array = isinstance(received, _ARRAYS) and array.dtype == expected.dtype
-        return is_array and self._are_close(array, np.asarray(expected))
-
-    def _are_close(self, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
-        if a.shape != b.shape:
-            return False
-        if not jnp.issubdtype(a.dtype, jnp.floating):
-            return bool(np.array_equal(a, b))
-        if self.rtol == 0:
-            return a.tobytes() == b.astype(a.dtype).tobytes()
-        a, b = a.astype(np.float64), b.astype(np.float64)
-        return np.allclose(a, b, rtol=0, atol=self.rtol * np.abs(b).max(initial=1e-30))
 
 
-def compare(what: str, received: Any, expected: Any, rtol: float = ROUNDING) -> Iterator[Fact]:
-    """Compares two pytrees leaf by leaf, or their structures if these differ."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(received)
-    expected_leaves, expected_structure = jax.tree.flatten(expected)
-    if str(structure) != str(expected_structure):
-        yield Fact(f"the structure of {what}", str(structure), str(expected_structure))
-        return
-    for (path, leaf), expected_leaf in zip(leaves, expected_leaves, strict=True):
-        name = f"{what}, leaf {path_text(path)}" if path else what
-        yield Fact(name, leaf, expected_leaf, rtol)
-
-
-def compare_each(
-    what: str, parts: Sequence[Any], expected: Sequence[Any], rtol: float = ROUNDING
-) -> Iterator[Fact]:
-    """Compares each replica's pytree with the one expected for it."""
-    yield Fact(f"the number of replicas that have {what}", len(parts), len(expected))
-    for i, (part, expected_part) in enumerate(zip(parts, expected, strict=False)):
-        yield from compare(f"{what} on replica {i}", part, expected_part, rtol)
-
-
-def compare_all(
-    what: str, parts: Sequence[Any], expected: Any, rtol: float = ROUNDING
-) -> Iterator[Fact]:
-    """Compares each replica's pytree with the same expected one."""
-    return compare_each(what, parts, [expected] * len(parts), rtol)
-
-
-def refuses(what: str, call: Callable[[], Any], kind: type[Exception]) -> Fact:
-    """Expects a call to raise an error of this kind."""
-    return Fact(what, _outcome(call, kind), kind.__name__)
-
-
-def succeeds(what: str, call: Callable[[], Any]) -> Fact:
-    return Fact(what, _outcome(call), "no error")
+def _is_equal(received: Any, expected: Any, rtol: float) -> bool:
+    if not is_array(expected) and not isinstance(expected, float):
+        return type(received) is type(expected) and bool(received == expected)
+    a, b = np.asarray(received), np.asarray(expected)
+    is_comparable = is_array(received) and a.dtype == b.dtype
+    if a.shape != b.shape or not (is_comparable or isinstance(expected, float)):
+        return False
+    if not jnp.issubdtype(a.dtype, jnp.floating):
+        return bool(np.array_equal(a, b))
+    if rtol == 0:
+        return a.tobytes() == b.astype(a.dtype).tobytes()
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    return np.allclose(a, b, rtol=0, atol=rtol * np.abs(b).max(initial=1e-30))
 
 
 def _outcome(call: Callable[[], Any], kind: type[Exception] | None = None) -> str:
@@ -110,17 +63,58 @@ def error_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error_text(error)}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Subject:
+    """A strategy on known devices, of which a check says what it expects."""
+
     strategy: Strategy
     devices: tuple[jax.Device, ...]
     """The device of each replica, in order."""
     options: RunOptions
     """The options of every step: the lowering."""
+    wrong: list[Fact] = field(default_factory=list)
+    """What was not as expected."""
 
     @property
     def n(self) -> int:
         return len(self.devices)
+
+    def expect(self, what: str, received: Any, expected: Any, rtol: float = ROUNDING) -> None:
+        """Compares two pytrees of arrays leaf by leaf, or their structures if these differ.
+
+        ``rtol`` is the tolerance of floating numbers, relative to the largest one; 0 for equal bits.
+        """
+        is_leaf = None if any(map(is_array, jax.tree.leaves(expected))) else lambda _: True
+        leaves, structure = jax.tree_util.tree_flatten_with_path(received, is_leaf)
+        expected_leaves, expected_structure = jax.tree.flatten(expected, is_leaf)
+        if str(structure) != str(expected_structure):
+            fact = Fact(f"the structure of {what}", str(structure), str(expected_structure))
+            self.wrong.append(fact)
+            return
+        for (path, leaf), expected_leaf in zip(leaves, expected_leaves, strict=True):
+            if not _is_equal(leaf, expected_leaf, rtol):
+                name = f"{what}, leaf {path_text(path)}" if path else what
+                self.wrong.append(Fact(name, leaf, expected_leaf))
+
+    def expect_each(
+        self, what: str, parts: Sequence[Any], expected: Sequence[Any], rtol: float = ROUNDING
+    ) -> None:
+        """Compares each replica's pytree with the one expected for it."""
+        self.expect(f"the number of replicas that have {what}", len(parts), len(expected))
+        for i, (part, expected_part) in enumerate(zip(parts, expected, strict=False)):
+            self.expect(f"{what} on replica {i}", part, expected_part, rtol)
+
+    def expect_all(
+        self, what: str, parts: Sequence[Any], expected: Any, rtol: float = ROUNDING
+    ) -> None:
+        """Compares each replica's pytree with the same expected one."""
+        self.expect_each(what, parts, [expected] * len(parts), rtol)
+
+    def expect_error(self, what: str, call: Callable[[], Any], kind: type[Exception]) -> None:
+        self.expect(what, _outcome(call, kind), kind.__name__)
+
+    def expect_success(self, what: str, call: Callable[[], Any]) -> None:
+        self.expect(what, _outcome(call), "no error")
 
     def create(self, make: Callable[[], Any]) -> Any:
         """Calls ``make`` in the strategy's scope."""
@@ -154,7 +148,7 @@ class Subject:
         return list(self.strategy.distribute_dataset(data))
 
 
-Check = Callable[[Subject], Iterator[Fact]]
+Check = Callable[[Subject], None]
 
 
 def replica() -> Any:

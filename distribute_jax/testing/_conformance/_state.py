@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,17 +17,7 @@ from distribute_jax._errors import NotEqualError, OutOfSyncError, PaddingLeakErr
 from distribute_jax.collectives import check_in_sync
 from distribute_jax.losses import compute_average_loss
 from distribute_jax.program import RunOptions
-from distribute_jax.testing._conformance import (
-    Fact,
-    Subject,
-    compare,
-    compare_all,
-    compare_each,
-    refuses,
-    replica,
-    replica_number,
-    succeeds,
-)
+from distribute_jax.testing._conformance import Subject, replica, replica_number
 from distribute_jax.training import Optimizer
 from distribute_jax.variables import Variable, VariableAggregation, VariableSynchronization
 
@@ -54,16 +44,16 @@ def _one_per_method(s: Subject, aggregation: VariableAggregation) -> dict[str, V
     return {method: _variable(s, aggregation) for method in _METHODS}
 
 
-def variables_on_write(s: Subject) -> Iterator[Fact]:
+def variables_on_write(s: Subject) -> None:
     """Replica r writes r + 1, then all write 4: every replica gets their sum, mean or first."""
     equal = {a: 4.0 * (s.n if a is _SUM else 1) for a in VariableAggregation}
-    yield from _written(s, "r + 1", replica_number, _aggregates(s.n))
-    yield from _written(s, "4", lambda: 4.0, equal)
+    _written(s, "r + 1", replica_number, _aggregates(s.n))
+    _written(s, "4", lambda: 4.0, equal)
 
 
 def _written(
     s: Subject, what: str, write: Callable[[], Any], expected: dict[VariableAggregation, float]
-) -> Iterator[Fact]:
+) -> None:
     variables = {aggregation: _one_per_method(s, aggregation) for aggregation in expected}
 
     def step() -> Any:
@@ -77,14 +67,12 @@ def _written(
         for method, (keeps, sign) in _METHODS.items():
             value, name = np.float32(10 * keeps + sign * written), f"{method} of {what}"
             returned = [part[aggregation.name][method] for part in parts]
-            yield from compare_all(f"what {name} returns under {aggregation.name}", returned, value)
+            s.expect_all(f"what {name} returns under {aggregation.name}", returned, value)
             copies = [np.asarray(copy) for copy in variables[aggregation][method].values]
-            yield from compare_all(
-                f"the variable after {name} under {aggregation.name}", copies, value
-            )
+            s.expect_all(f"the variable after {name} under {aggregation.name}", copies, value)
 
 
-def variables_on_write_outside(s: Subject) -> Iterator[Fact]:
+def variables_on_write_outside(s: Subject) -> None:
     """Outside ``run`` assigning, adding and subtracting 4 act on all copies as on a plain variable."""
     count = len(s.strategy.extended.parameter_devices)
     for aggregation in VariableAggregation:
@@ -94,20 +82,20 @@ def variables_on_write_outside(s: Subject) -> Iterator[Fact]:
             copies = [np.asarray(copy) for copy in variable.values]
             expected = np.float32(10 * keeps + sign * 4.0)
             what = f"{method}(4) outside under {aggregation.name}"
-            yield Fact(f"the number of copies after {what}", len(copies), count)
-            yield from compare_all(what, copies, expected)
+            s.expect(f"the number of copies after {what}", len(copies), count)
+            s.expect_all(what, copies, expected)
 
 
-def variables_drift_refused(s: Subject) -> Iterator[Fact]:
+def variables_drift_refused(s: Subject) -> None:
     """With aggregation NONE, writing different values is refused, and nothing changes."""
     variable = _variable(s, _NONE)
     if s.n > 1:
         call = lambda: s.run(lambda: variable.assign(replica_number()))  # noqa: E731
-        yield refuses("different values under NONE", call, OutOfSyncError)
-        yield Fact("the variable afterwards", float(variable.numpy()), 10.0)
+        s.expect_error("different values under NONE", call, OutOfSyncError)
+        s.expect("the variable afterwards", float(variable.numpy()), 10.0)
 
 
-def variables_on_read(s: Subject) -> Iterator[Fact]:
+def variables_on_read(s: Subject) -> None:
     """Each replica writes and reads its own value; outside ``run`` the variable is their aggregate."""
     variables = {a.name: _variable(s, a, synchronization=_ON_READ) for a in VariableAggregation}
 
@@ -119,47 +107,47 @@ def variables_on_read(s: Subject) -> Iterator[Fact]:
 
     numbers = np.arange(1, s.n + 1, dtype=np.float32)
     expected = [dict.fromkeys(sorted(variables), (i, i + 1, i + 1)) for i in numbers]
-    yield from compare_each("assign, assign_add and read", s.run_per_replica(step), expected)
+    s.expect_each("assign, assign_add and read", s.run_per_replica(step), expected)
     for name, variable in variables.items():
         components = [np.asarray(value) for value in variable.values]
-        yield from compare_each(f"the component under {name}", components, list(numbers + 1))
+        s.expect_each(f"the component under {name}", components, list(numbers + 1))
     for aggregation, total in _aggregates(s.n).items():
         aggregate = total + (s.n if aggregation is _SUM else 1)
         value = float(variables[aggregation.name].numpy())
-        yield Fact(f"the value outside under {aggregation.name}", value, aggregate)
+        s.expect(f"the value outside under {aggregation.name}", value, aggregate)
     if s.n > 1:
-        yield refuses("reading NONE outside", variables["NONE"].numpy, ValueError)
+        s.expect_error("reading NONE outside", variables["NONE"].numpy, ValueError)
 
 
-def variables_on_read_outside(s: Subject) -> Iterator[Fact]:
+def variables_on_read_outside(s: Subject) -> None:
     """Outside ``run`` an initial or assigned value reads back; only a mean or first value can be added to."""
     for aggregation in (_SUM, _MEAN, _FIRST):
         name = aggregation.name
         variable = _variable(s, aggregation, synchronization=_ON_READ)
-        yield Fact(f"the initial value under {name}", float(variable.numpy()), 10.0)
+        s.expect(f"the initial value under {name}", float(variable.numpy()), 10.0)
         if aggregation is _SUM and s.n > 1:
-            yield refuses(
+            s.expect_error(
                 "assign_add outside under SUM", partial(variable.assign_add, 4), ValueError
             )
         elif aggregation is not _SUM:
             variable.assign_add(4.0)
-            yield Fact(f"assign_add(4) outside under {name}", float(variable.numpy()), 14.0)
+            s.expect(f"assign_add(4) outside under {name}", float(variable.numpy()), 14.0)
             variable.assign_sub(8.0)
-            yield Fact(f"assign_sub(8) outside under {name}", float(variable.numpy()), 6.0)
+            s.expect(f"assign_sub(8) outside under {name}", float(variable.numpy()), 6.0)
         variable.assign(4.0)
-        yield Fact(f"assign(4) outside under {name}", float(variable.numpy()), 4.0)
+        s.expect(f"assign(4) outside under {name}", float(variable.numpy()), 4.0)
         shares = sum(float(value) for value in variable.values)
         expected = 4.0 if aggregation is _SUM else 4.0 * s.n
-        yield Fact(f"the sum of the components under {name}", shares, expected)
+        s.expect(f"the sum of the components under {name}", shares, expected)
     integer = _variable(s, _SUM, 1, synchronization=_ON_READ)
     integer.assign(5)
-    yield from compare("an integer 5 assigned under SUM", integer.numpy(), np.asarray(5, "int32"))
+    s.expect("an integer 5 assigned under SUM", integer.numpy(), np.asarray(5, "int32"))
     if s.n > 1:
         none = _variable(s, _NONE, synchronization=_ON_READ)
-        yield refuses("assign outside under NONE", lambda: none.assign(4.0), ValueError)
+        s.expect_error("assign outside under NONE", lambda: none.assign(4.0), ValueError)
 
 
-def variables_rows(s: Subject) -> Iterator[Fact]:
+def variables_rows(s: Subject) -> None:
     """``scatter_add`` aggregates the replicas' changes of single rows; ON_READ variables refuse it."""
     last_row = {_SUM: float(s.n), _MEAN: 1.0, _FIRST: 1.0}
     variables = {a: _variable(s, a, np.zeros(s.n + 1, np.float32)) for a in last_row}
@@ -175,13 +163,13 @@ def variables_rows(s: Subject) -> Iterator[Fact]:
         firsts = {_SUM: np.ones(n), _MEAN: np.full(n, 1 / n), _FIRST: np.eye(n)[0]}[aggregation]
         expected = np.append(firsts, last).astype(np.float32)
         what = f"1 added to row r and to the last, under {aggregation.name}"
-        yield from compare(what, variables[aggregation].numpy(), expected)
+        s.expect(what, variables[aggregation].numpy(), expected)
     local = _variable(s, _SUM, np.zeros(3, np.float32), synchronization=_ON_READ)
     call = lambda: local.scatter_add([0], [1.0])  # noqa: E731
-    yield refuses("scatter_add of an ON_READ variable", call, NotImplementedError)
+    s.expect_error("scatter_add of an ON_READ variable", call, NotImplementedError)
 
 
-def metrics_over_replicas(s: Subject) -> Iterator[Fact]:
+def metrics_over_replicas(s: Subject) -> None:
     """``dj.metrics`` count every example once, over full and partial batches."""
 
     def make() -> Any:
@@ -201,16 +189,16 @@ def metrics_over_replicas(s: Subject) -> Iterator[Fact]:
     for batch in s.batches(data):
         s.run(step, *batch)
     values = metric.compute()
-    yield Fact("Average", float(values["loss"]), float(x.mean()))
-    yield Fact("its count", int(metric.loss.count[...]), 14)
-    yield Fact("Accuracy", float(values["accuracy"]), float(((x >= 0.5) == labels).mean()))
-    yield Fact("the mean of Welford", float(values["spread"].mean), float(x.mean()))
+    s.expect("Average", float(values["loss"]), float(x.mean()))
+    s.expect("its count", int(metric.loss.count[...]), 14)
+    s.expect("Accuracy", float(values["accuracy"]), float(((x >= 0.5) == labels).mean()))
+    s.expect("the mean of Welford", float(values["spread"].mean), float(x.mean()))
     deviation = float(values["spread"].standard_deviation)
-    yield Fact("the deviation of Welford", deviation, float(x.std()))
-    yield succeeds("all copies of the metrics are equal", lambda: check_in_sync(metric))
+    s.expect("the deviation of Welford", deviation, float(x.std()))
+    s.expect_success("all copies of the metrics are equal", lambda: check_in_sync(metric))
 
 
-def batch_norm(s: Subject) -> Iterator[Fact]:
+def batch_norm(s: Subject) -> None:
     """Running statistics are those of the global batch, or the mean of those of the replicas' shares."""
     x = np.arange(1.0, 9.0, dtype=np.float32)[:, None]
     (batch,) = s.batches([x])
@@ -218,42 +206,40 @@ def batch_norm(s: Subject) -> Iterator[Fact]:
     for kind, axis, variance in (("synchronised", "data", 5.25), ("local", None, local_variance)):
         norm = s.create(partial(nnx.BatchNorm, 1, momentum=0.5, axis_name=axis, rngs=nnx.Rngs(0)))
         out = s.run(norm, batch)
-        yield from compare(
-            f"the {kind} running mean", norm.mean[...], np.asarray([2.25], np.float32)
-        )
+        s.expect(f"the {kind} running mean", norm.mean[...], np.asarray([2.25], np.float32))
         expected = np.asarray([0.5 + 0.5 * variance], np.float32)
-        yield from compare(f"the {kind} running variance", norm.var[...], expected)
+        s.expect(f"the {kind} running variance", norm.var[...], expected)
         if kind == "synchronised":
             expected = (x - 4.5) / np.sqrt(np.float32(5.25 + 1e-5))
             joined = s.strategy.gather(out, axis=0)
-            yield from compare("the normalised batch", joined, expected, rtol=1e-4)
-        yield succeeds(f"the {kind} statistics are equal", partial(check_in_sync, norm))
+            s.expect("the normalised batch", joined, expected, rtol=1e-4)
+        s.expect_success(f"the {kind} statistics are equal", partial(check_in_sync, norm))
 
 
-def random_streams(s: Subject) -> Iterator[Fact]:
+def random_streams(s: Subject) -> None:
     """Replicas draw different numbers, replica 0 those of one device, and the stream stays in sync."""
     dropout = s.create(lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(3)))
     alone = nnx.Dropout(0.5, rngs=nnx.Rngs(3))
     drawn = []
     for call in ("first", "second"):
         parts = s.run_per_replica(lambda: dropout(jnp.ones(64)))
-        yield from compare(f"replica 0's {call} draw", parts[0], np.asarray(alone(jnp.ones(64))))
+        s.expect(f"replica 0's {call} draw", parts[0], np.asarray(alone(jnp.ones(64))))
         drawn += [part.tobytes() for part in parts]
-    yield Fact("how many of the replicas' draws differ", len(set(drawn)), 2 * s.n)
-    yield Fact("how often the stream was used", int(dropout.rngs.count[...]), 2)
-    yield succeeds("all copies of the stream are equal", lambda: check_in_sync(dropout))
+    s.expect("how many of the replicas' draws differ", len(set(drawn)), 2 * s.n)
+    s.expect("how often the stream was used", int(dropout.rngs.count[...]), 2)
+    s.expect_success("all copies of the stream are equal", lambda: check_in_sync(dropout))
 
 
-def random_parameters(s: Subject) -> Iterator[Fact]:
+def random_parameters(s: Subject) -> None:
     """The stream ``params`` gives all replicas the same numbers, and so do keys in arguments."""
     rngs = s.create(lambda: nnx.Rngs(params=7))
     expected = np.asarray(jax.random.normal(nnx.Rngs(params=7).params(), (5,)))
     parts = s.run_per_replica(lambda: jax.random.normal(rngs.params(), (5,)))
-    yield from compare_all("the draw of the stream 'params'", parts, expected)
+    s.expect_all("the draw of the stream 'params'", parts, expected)
     key = jax.random.key(5)
     parts = s.run_per_replica(lambda key: jax.random.normal(key, (5,)) + 0 * replica_number(), key)
     expected = np.asarray(jax.random.normal(key, (5,)))
-    yield from compare_all("the draw of a key that was passed", parts, expected)
+    s.expect_all("the draw of a key that was passed", parts, expected)
 
 
 _TOLERANCE = 1e-4
@@ -294,11 +280,11 @@ def _by_hand(model: Any, sizes: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _equals_by_hand(
-    losses: Any, model: Any, optimizer: Any, expected: dict[str, Any]
-) -> Iterator[Fact]:
+    s: Subject, losses: Any, model: Any, optimizer: Any, expected: dict[str, Any]
+) -> None:
     losses = np.asarray(losses, np.float32)
     trained = {"losses": losses, "parameters": _arrays(model), "momenta": _arrays(optimizer)}
-    return compare("the training", trained, expected, rtol=_TOLERANCE)
+    s.expect("the training", trained, expected, rtol=_TOLERANCE)
 
 
 def _flax_optimizer(model: Any) -> Any:
@@ -332,26 +318,26 @@ def _step(model: Any, optimizer: Any) -> Callable[..., Any]:
     return step
 
 
-def _equal_training(s: Subject, make_optimizer: Callable[[Any], Any]) -> Iterator[Fact]:
+def _equal_training(s: Subject, make_optimizer: Callable[[Any], Any]) -> None:
     sizes = (8, 8, 5, 1)
     model, optimizer = _model_and_optimizer(s, make_optimizer)
     expected, step = _by_hand(model, sizes), _step(model, optimizer)
     losses = [float(s.run(step, *batch)) for batch in s.batches(_data(sizes))]
-    yield from _equals_by_hand(losses, model, optimizer, expected)
-    yield succeeds("all copies of the state are equal", lambda: check_in_sync((model, optimizer)))
+    _equals_by_hand(s, losses, model, optimizer, expected)
+    s.expect_success("all copies of the state are equal", lambda: check_in_sync((model, optimizer)))
 
 
-def training(s: Subject) -> Iterator[Fact]:
+def training(s: Subject) -> None:
     """``nnx.Optimizer`` on summed gradients: four steps, two of them on partial batches."""
-    yield from _equal_training(s, _flax_optimizer)
+    _equal_training(s, _flax_optimizer)
 
 
-def training_with_dj_optimizer(s: Subject) -> Iterator[Fact]:
+def training_with_dj_optimizer(s: Subject) -> None:
     """``dj.Optimizer`` sums the gradients itself, before they are clipped."""
-    yield from _equal_training(s, lambda model: Optimizer(model, _transformation()))
+    _equal_training(s, lambda model: Optimizer(model, _transformation()))
 
 
-def run_steps(s: Subject) -> Iterator[Fact]:
+def run_steps(s: Subject) -> None:
     """Batches scanned in one program, and a partial remainder, train like single steps."""
     sizes = (8, 8, 8, 5)
     model, optimizer = _model_and_optimizer(s)
@@ -359,12 +345,12 @@ def run_steps(s: Subject) -> Iterator[Fact]:
     step, iterator = _step(model, optimizer), iter(s.strategy.distribute_dataset(_data(sizes)))
     take = partial(s.strategy.run_steps, step, iterator, 3, s.options)
     losses = [np.asarray(take()), np.asarray(take())]
-    yield Fact("how many steps ran in each call", [len(part) for part in losses], [3, 1])
-    yield from _equals_by_hand(np.concatenate(losses), model, optimizer, expected)
-    yield refuses("run_steps at the end", take, StopIteration)
+    s.expect("how many steps ran in each call", [len(part) for part in losses], [3, 1])
+    _equals_by_hand(s, np.concatenate(losses), model, optimizer, expected)
+    s.expect_error("run_steps at the end", take, StopIteration)
 
 
-def donation(s: Subject) -> Iterator[Fact]:
+def donation(s: Subject) -> None:
     """State is updated in place; with ``donate_state=False``, and under pmap, the old arrays stay."""
     model, optimizer = _model_and_optimizer(s)
     step, (batch,) = _step(model, optimizer), s.batches(_data((8,)))
@@ -375,10 +361,10 @@ def donation(s: Subject) -> Iterator[Fact]:
         s.strategy.run(step, args=batch, options=options)
         is_expected = donate and s.options.lowering != "pmap"
         what = f"the old array is deleted with donate_state={donate}"
-        yield Fact(what, bool(old.is_deleted()), is_expected)
+        s.expect(what, bool(old.is_deleted()), is_expected)
 
 
-def partial_batches(s: Subject) -> Iterator[Fact]:
+def partial_batches(s: Subject) -> None:
     """Sums, means, masks and results of 5 examples leave out the padding, and leaks are detected."""
 
     def step(x: jax.Array) -> Any:
@@ -391,15 +377,15 @@ def partial_batches(s: Subject) -> Iterator[Fact]:
     for batch, x in ((full, rows), (partial, rest)):
         total, mean, count, doubled = s.run(step, batch)
         name = f"{len(x)} examples"
-        yield Fact(f"their number, of {name}", int(count), len(x))
-        yield Fact(f"the sum of {name}", float(total), float(x.sum()))
-        yield Fact(f"the mean square of {name}", float(mean), float((x**2).mean()))
-        yield from compare(f"twice {name}", s.strategy.gather(doubled, axis=0), 2 * x)
+        s.expect(f"their number, of {name}", int(count), len(x))
+        s.expect(f"the sum of {name}", float(total), float(x.sum()))
+        s.expect(f"the mean square of {name}", float(mean), float((x**2).mean()))
+        s.expect(f"twice {name}", s.strategy.gather(doubled, axis=0), 2 * x)
     call = lambda: s.run(lambda x: replica().all_reduce("sum", x.sum()), partial)  # noqa: E731
-    yield refuses("a sum without the mask", call, PaddingLeakError)
+    s.expect_error("a sum without the mask", call, PaddingLeakError)
 
 
-def unreduced_gradients_refused(s: Subject) -> Iterator[Fact]:
+def unreduced_gradients_refused(s: Subject) -> None:
     """Gradients that were not summed, and those that were summed twice, are refused."""
     (batch,) = s.batches(_data((8,)))
     model, optimizer = _model_and_optimizer(s)
@@ -413,13 +399,13 @@ def unreduced_gradients_refused(s: Subject) -> Iterator[Fact]:
         summing.update(model, replica().all_reduce("sum", _gradients(model, x, y)[1]))
 
     if s.n > 1:
-        yield refuses(
+        s.expect_error(
             "gradients that were not summed", lambda: s.run(forgets, *batch), OutOfSyncError
         )
-        yield refuses("gradients summed twice", lambda: s.run(twice, *batch), OutOfSyncError)
+        s.expect_error("gradients summed twice", lambda: s.run(twice, *batch), OutOfSyncError)
 
 
-def verify_option(s: Subject) -> Iterator[Fact]:
+def verify_option(s: Subject) -> None:
     """``RunOptions(verify=…)`` passes a correct step and refuses a sum of means."""
     (batch,) = s.batches([_data((8,))[0][0]])
     options = RunOptions(lowering=s.options.lowering, verify="always")
@@ -429,6 +415,6 @@ def verify_option(s: Subject) -> Iterator[Fact]:
 
     right = lambda x: replica().all_reduce("mean", x.mean(0))  # noqa: E731
     wrong = lambda x: replica().all_reduce("sum", x.mean(0))  # noqa: E731
-    yield succeeds("the mean of means", lambda: run(right))
+    s.expect_success("the mean of means", lambda: run(right))
     if s.n > 1:
-        yield refuses("the sum of means", lambda: run(wrong), NotEqualError)
+        s.expect_error("the sum of means", lambda: run(wrong), NotEqualError)

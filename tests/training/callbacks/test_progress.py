@@ -107,7 +107,7 @@ def test_the_bar_is_drawn_ten_times_a_second_at_most(
     monkeypatch.setattr(_progress, "REFRESH_SECONDS", 0.1)
     monkeypatch.setattr(_progress.time, "perf_counter", lambda: 100.0)
     drawn = []
-    monkeypatch.setattr(_progress.Bar, "_draw", lambda self, phase, done, *_: drawn.append(done))
+    monkeypatch.setattr(_progress.Bar, "draw", lambda self, title, done, *_: drawn.append(done))
     example.fit(verbose=1, batch_size=2)
     assert drawn == [0, 1]
 
@@ -124,10 +124,10 @@ def test_an_error_restores_the_terminal(example: Any, screen: Console):
 
 
 def test_the_length_of_a_dataset_of_unknown_length_is_known_after_an_epoch(screen: Console):
-    bar = _progress.Bar("fit", screen)
+    bar = _progress.Progress("fit", _progress.Bar(screen))
     bar.set_params({"epochs": 2, "steps": None, "examples": 4})
     totals = []
-    bar._draw = lambda phase, done, steps, texts: totals.append(steps)
+    bar._screen.draw = lambda title, done, steps, texts: totals.append(steps)
     for epoch in range(2):
         bar.on_epoch_begin(epoch)
         for batch in range(3):
@@ -141,7 +141,7 @@ def test_the_speed_is_that_of_training_without_validation(
 ):
     now = [0.0]
     monkeypatch.setattr(_progress.time, "perf_counter", lambda: now[0])
-    shown = _progress.Lines("fit")
+    shown = _progress.Progress("fit", _progress.Lines())
     shown.set_params({"epochs": 2, "steps": 3, "examples": 0})
     for epoch in range(2):
         shown.on_epoch_begin(epoch)
@@ -167,10 +167,10 @@ def test_validation_is_shown(example: Any, screen: Console):
 @pytest.mark.parametrize("width", [40, 60, 100])
 def test_lines_fit_the_terminal(screen: Console, width: int):
     screen.width = width
-    bar = _progress.Bar("fit", screen)
+    bar = _progress.Progress("fit", _progress.Bar(screen))
     bar.set_params({"epochs": 1, "steps": 2, "examples": 4})
     bar.on_epoch_begin(0)
-    bar._draw("", 1, 2, [f"a_long_metric_{i}: 0.1234" for i in range(4)])
+    bar._screen.draw(bar.title, 1, 2, [f"a_long_metric_{i}: 0.1234" for i in range(4)])
     bar.on_epoch_end(0, {f"a_long_metric_{i}": 0.1234 for i in range(4)})
     text = re.sub(r"\x1b\[[?\d]*[A-Za-z]|\r", "\n", screen.file.getvalue())
     assert max(map(len, text.splitlines())) <= width
