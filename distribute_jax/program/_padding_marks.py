@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,16 +18,37 @@ class UndecidedError(Exception):
     """It cannot be decided where the padding goes; the text says at which operation, if that is known."""
 
 
-class Pad(enum.Enum):
-    """The content of the padding, if it is not one known number."""
+class Pad(NamedTuple):
+    """What is known of the entries in the padding of a value, along a dim or of an operand."""
 
-    PURE = "what the same function computes for a real row"
-    """Not finite only where a real row may be: padding repeats real rows."""
-    FINITE = "finite numbers, if real rows and weights are"
-    ANY = "anything"
+    number: Any = None
+    """The number that all of them are, if it is known."""
+    is_finite: bool = True
+    """Whether they are finite numbers, if real rows and weights are."""
+    is_pure: bool = False
+    """Whether they are what the same function computes for a real row, since padding repeats real rows."""
 
 
-PURE, FINITE, ANY = Pad.PURE, Pad.FINITE, Pad.ANY
+PURE, FINITE, ANY = Pad(is_pure=True), Pad(), Pad(is_finite=False)
+
+
+def known_pad(number: Any, *, is_pure: bool = False) -> Pad:
+    """Returns padding that is a number."""
+    return Pad(number, bool(np.isfinite(number)), is_pure)
+
+
+def computed_pad(pads: Sequence[Pad], number: Any = None) -> Pad:
+    """Returns the padding after a function that is finite for finite operands, or has this result."""
+    is_pure = all(pad.is_pure for pad in pads)
+    if number is not None:
+        return known_pad(number, is_pure=is_pure)
+    return Pad(None, is_pure or all(pad.is_finite for pad in pads), is_pure)
+
+
+def join_pads(pads: Sequence[Pad]) -> Pad:
+    """Returns the padding of a value whose entries are each that of one of the operands."""
+    number = pads[0].number
+    return computed_pad(pads, number if all(pad.number == number for pad in pads) else None)
 
 
 @dataclass(frozen=True)
@@ -42,8 +62,7 @@ class Rows:
     outer: int = 1
     """0 if the entries do not differ along the dim, so that every layout is right."""
     inner: int = 1
-    pad: Any = PURE
-    """The number in all entries of padding, or a ``Pad``."""
+    pad: Pad = PURE
     data: bool = True
     """Whether the entries depend on the batch, rather than on their index only."""
 
@@ -51,9 +70,6 @@ class Rows:
     def is_uniform(self) -> bool:
         """True if the entries do not differ along the dim."""
         return self.outer == 0
-
-    def has_number(self, number: float) -> bool:
-        return _is_number(self.pad, number)
 
 
 @dataclass(frozen=True)
@@ -90,21 +106,12 @@ class Mark:
     @property
     def may_be_nonfinite(self) -> bool:
         """True if padding may be NaN or infinite where real rows are not."""
-        return self.const is None and not all(_is_finite(r.pad) for r in self.rows)
+        return self.const is None and not all(r.pad.is_finite for r in self.rows)
 
     @property
     def is_clean(self) -> bool:
         """True if the value cannot depend on padding."""
         return not (self.rows or self.leak)
-
-
-def _is_finite(pad: Any) -> bool:
-    """True if the padding is finite where real rows are."""
-    return pad is not ANY if isinstance(pad, Pad) else bool(np.isfinite(pad))
-
-
-def _is_number(pad: Any, number: float) -> bool:
-    return not isinstance(pad, Pad) and bool(pad == number)
 
 
 CLEAN = Mark()
@@ -115,36 +122,13 @@ def leaking(where: str, *, certain: bool = False) -> Mark:
     return Mark(leak=Leak(where, certain))
 
 
-class OperandPad(NamedTuple):
-    """The padding of an operand along a dim."""
-
-    pad: Any
-    is_pure: bool
-    """Whether it is what the same function computes for a real row."""
-
-    def has_number(self, number: float) -> bool:
-        return _is_number(self.pad, number)
-
-
-def operand_pad(mark: Mark, rows: Rows | None) -> OperandPad:
+def operand_pad(mark: Mark, rows: Rows | None) -> Pad:
     """Returns the padding of an operand along a dim; ``rows`` is None if the operand lacks the dim."""
     if mark.const is not None:
-        return OperandPad(mark.const, True)
+        return known_pad(mark.const, is_pure=True)
     pad = PURE if rows is None else rows.pad
-    if not isinstance(pad, Pad):
-        return OperandPad(pad, False)
     # The padding of another dim may make it not finite.
-    return OperandPad(ANY if mark.may_be_nonfinite else pad, pad is PURE)
-
-
-def join_pads(operands: Sequence[OperandPad]) -> Any:
-    """Returns the padding of a value whose entries are each that of one of the operands."""
-    pads = [operand.pad for operand in operands]
-    if all(_is_number(p, pads[0]) for p in pads):
-        return pads[0]
-    if all(operand.is_pure for operand in operands):
-        return PURE
-    return FINITE if all(map(_is_finite, pads)) else ANY
+    return pad if pad.number is not None else pad._replace(is_finite=not mark.may_be_nonfinite)
 
 
 Operand = tuple[Mark, Rows | None]
@@ -154,7 +138,7 @@ Operand = tuple[Mark, Rows | None]
 def aligned_rows(
     dim: int,
     operands: Sequence[Operand],
-    pad: Callable[[list[OperandPad]], Any] = join_pads,
+    pad: Callable[[list[Pad]], Pad] = join_pads,
     *,
     everywhere: bool = True,
 ) -> Rows:
@@ -256,42 +240,36 @@ def _computed(name: str, params: Mapping[str, Any], numbers: Sequence[Any]) -> A
     return _COMPUTE[name](*numbers)
 
 
-def elementwise_pad(name: str, params: Mapping[str, Any], operands: Sequence[OperandPad]) -> Any:
+def elementwise_pad(name: str, params: Mapping[str, Any], pads: Sequence[Pad]) -> Pad:
     """Returns the padding of the result of an elementwise operation."""
-    pads = [operand.pad for operand in operands]
-    known = not any(isinstance(pad, Pad) for pad in pads)
-    for decided in (evaluate(name, params, pads) if known else None, _absorbed(name, operands)):
-        if decided is not None:
-            return decided
-    if all(operand.is_pure for operand in operands):
-        return PURE
+    numbers = [pad.number for pad in pads]
+    number = None if None in numbers else evaluate(name, params, numbers)
+    number = _absorbed(name, pads) if number is None else number
+    if number is not None or all(pad.is_pure for pad in pads):
+        return computed_pad(pads, number)
     if name in _NEUTRAL and len(pads) == 2:
         neutral, first = _NEUTRAL[name]
-        if operands[1].has_number(neutral):
-            return pads[0]
-        if first and operands[0].has_number(neutral):
-            return pads[1]
-    if name in BOOLEAN:
-        return FINITE
+        for k in (0, 1) if first else (0,):
+            if numbers[1 - k] == neutral:  # which real rows need not have
+                return pads[k]._replace(is_pure=False)
     total = name in _TOTAL or (name == "integer_pow" and params["y"] >= 0)
-    return FINITE if total and all(map(_is_finite, pads)) else ANY
+    return Pad(is_finite=name in BOOLEAN or (total and all(pad.is_finite for pad in pads)))
 
 
-def _absorbed(name: str, operands: Sequence[OperandPad]) -> Any:
+def _absorbed(name: str, pads: Sequence[Pad]) -> Any:
     """Returns the result if one operand alone decides it, as zero does in a product; else None."""
-    pads = [operand.pad for operand in operands]
     if name in ("and", "or"):
         decides = name == "or"
-        return decides if any(p is decides for p in pads) else None
-    finite = list(map(_is_finite, pads))
-    if name == "mul" and any(o.has_number(0) for o in operands) and all(finite):
+        return decides if any(pad.number is decides for pad in pads) else None
+    finite = [pad.is_finite for pad in pads]
+    if name == "mul" and any(pad.number == 0 for pad in pads) and all(finite):
         return 0
-    if name == "div" and operands[0].has_number(0) and operands[1].pad is PURE:
+    if name == "div" and pads[0].number == 0 and pads[1] == PURE:
         return 0
     if name in ("add", "add_any", "sub"):
         for k, pad in enumerate(pads):
-            if not isinstance(pad, Pad) and np.isinf(pad) and all(finite[:k] + finite[k + 1 :]):
-                return -pad if name == "sub" and k == 1 else pad
+            if pad.number in (math.inf, -math.inf) and all(finite[:k] + finite[k + 1 :]):
+                return -pad.number if name == "sub" and k == 1 else pad.number
     return None
 
 
@@ -300,17 +278,17 @@ _IDENTITY_ELEMENTS = {
 }  # fmt: skip
 
 
-def is_neutral(name: str, pad: Any, dtype: Any) -> bool:
-    """True if entries that are this number do not change a reduction."""
-    if isinstance(pad, Pad):
+def is_neutral(name: str, number: Any, dtype: Any) -> bool:
+    """True if entries that are this number do not change a reduction; False for None."""
+    if number is None:
         return False
     if name in ("reduce_max", "reduce_min"):
         kind = np.dtype(dtype).kind
         ends: Any = (False, True) if kind == "b" else (-math.inf, math.inf)
         if kind in "iu":
             ends = np.iinfo(dtype).min, np.iinfo(dtype).max
-        return bool(pad <= ends[0] if name == "reduce_max" else pad >= ends[1])
-    return name in _IDENTITY_ELEMENTS and bool(pad == _IDENTITY_ELEMENTS[name])
+        return bool(number <= ends[0] if name == "reduce_max" else number >= ends[1])
+    return name in _IDENTITY_ELEMENTS and bool(number == _IDENTITY_ELEMENTS[name])
 
 
 Shape = tuple[int, ...]

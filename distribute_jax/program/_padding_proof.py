@@ -194,7 +194,7 @@ def _carries(pair: Pair, marks: Sequence[Mark]) -> bool:
     if pair.name == "select_n":
         which, *cases = marks
         seen = [k for k, case in enumerate(cases) if case.leak]
-        return any(r.pad is (seen != [1]) for r in which.rows) and not which.leak
+        return any(r.pad.number is (seen != [1]) for r in which.rows) and not which.leak
     if pair.name == "convert_element_type":
         atoms = pair.eqn.invars[0], pair.eqn.outvars[0]
         source, to = (np.dtype(atom.aval.dtype).kind for atom in atoms)

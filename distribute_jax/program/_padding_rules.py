@@ -7,11 +7,9 @@ several. It fails for a form of the operation that it does not know, which then 
 from __future__ import annotations
 
 import functools
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from distribute_jax.program import _padding_shape_rules as shapes
 from distribute_jax.program._padding_marks import (
@@ -21,16 +19,17 @@ from distribute_jax.program._padding_marks import (
     PURE,
     Mark,
     Operand,
-    OperandPad,
     Pad,
     Pair,
     Rows,
     Rule,
     UndecidedError,
     aligned_rows,
+    computed_pad,
     elementwise_pad,
     is_neutral,
     join_pads,
+    known_pad,
     leaking,
     operand_pad,
 )
@@ -43,10 +42,10 @@ def reduce(pair: Pair, marks: list[Mark]) -> Mark:
     mark, axes = marks[0], pair.dims("axes")
     row_count_at = ""
     for r in mark.rows:
-        if r.dim not in axes or is_neutral(pair.name, r.pad, pair.dtype()):
+        if r.dim not in axes or is_neutral(pair.name, r.pad.number, pair.dtype()):
             continue
-        if r.data and isinstance(r.pad, Pad):
-            certain = r.pad is PURE and pair.name in ("reduce_sum", "reduce_prod")
+        if r.data and r.pad.number is None:
+            certain = r.pad.is_pure and pair.name in ("reduce_sum", "reduce_prod")
             return leaking(pair.where, certain=certain)
         row_count_at = pair.where
     kept = tuple(r for r in mark.rows if r.dim not in axes)
@@ -56,22 +55,15 @@ def reduce(pair: Pair, marks: list[Mark]) -> Mark:
     return replace(shapes.without_dims(pair, Mark(rows), axes), row_count_at=row_count_at)
 
 
-def _reduced_pad(operation: str, padded: OperandPad) -> Any:
+def _reduced_pad(operation: str, pad: Pad) -> Pad:
     if operation in ("reduce_max", "reduce_min", "reduce_and", "reduce_or"):
-        return PURE if padded.is_pure else padded.pad
-    return _computed_pad([padded], keeps_zero=operation in ("reduce_sum", "reduce_prod"))
+        return join_pads([pad])
+    return _linear_pad([pad]) if operation in ("reduce_sum", "reduce_prod") else computed_pad([pad])
 
 
-def _computed_pad(pads: Sequence[OperandPad], *, keeps_zero: bool = False) -> Any:
-    """Returns the padding after a function that is finite for finite operands."""
-    pad = join_pads(pads)
-    if keeps_zero and all(padded.has_number(0) for padded in pads):
-        return 0
-    if all(padded.is_pure for padded in pads):
-        return PURE
-    if isinstance(pad, Pad):
-        return pad
-    return FINITE if math.isfinite(pad) else ANY
+def _linear_pad(pads: Sequence[Pad]) -> Pad:
+    """Returns the padding after a function that is zero for zeros."""
+    return computed_pad(pads, 0 if all(pad.number == 0 for pad in pads) else None)
 
 
 def along(key: str, *, linear: bool = False) -> Rule:
@@ -80,8 +72,7 @@ def along(key: str, *, linear: bool = False) -> Rule:
     def rule(pair: Pair, marks: list[Mark]) -> Mark:
         if pair.dims(key) & {*pair.varying()}:
             raise UndecidedError("along rows")
-        pad = functools.partial(_computed_pad, keeps_zero=linear)
-        return Mark(shapes.in_place(pair, marks, pad))
+        return Mark(shapes.in_place(pair, marks, _linear_pad if linear else computed_pad))
 
     return rule
 
@@ -98,10 +89,10 @@ def windows(pair: Pair, marks: list[Mark]) -> Mark:
     sizes = [(pair.eqn.params.get(key), plain) for key, plain in _PLAIN_WINDOW.items()]
     if any(size and size[dim] != plain for dim in pair.varying() for size, plain in sizes):
         raise UndecidedError("windows of several rows")
-    keeps_zero = pair.name in _SUMS_OF_WINDOWS and not any(mark.may_be_nonfinite for mark in marks)
+    is_linear = pair.name in _SUMS_OF_WINDOWS and not any(mark.may_be_nonfinite for mark in marks)
 
-    def pad(pads: list[OperandPad]) -> Any:
-        return 0 if keeps_zero and pads[0].has_number(0) else _computed_pad(pads)
+    def pad(pads: list[Pad]) -> Pad:
+        return computed_pad(pads, 0 if is_linear and pads[0].number == 0 else None)
 
     return Mark(shapes.in_place(pair, marks, pad))
 
@@ -156,18 +147,17 @@ def _summed_products(pair: Pair, left: Operand, right: Operand) -> Mark:
     if left[1] is None and right[1] is None:
         return CLEAN
     rows = aligned_rows(0, [left, right], functools.partial(elementwise_pad, "mul", {}))
-    if rows.has_number(0):
+    if rows.pad.number == 0:
         return CLEAN
     pads = [operand_pad(*left), operand_pad(*right)]
-    certain = all(p.is_pure for p in pads)
-    if rows.data and (certain or any(isinstance(p.pad, Pad) for p in pads)):
+    certain = all(pad.is_pure for pad in pads)
+    if rows.data and (certain or any(pad.number is None for pad in pads)):
         return leaking(pair.where, certain=certain)
     return Mark(row_count_at=pair.where)
 
 
-def _product_pad(pads: Sequence[OperandPad]) -> Any:
-    pad = elementwise_pad("mul", {}, pads)
-    return pad if isinstance(pad, Pad) or pad == 0 else _computed_pad([OperandPad(pad, False)])
+def _product_pad(pads: Sequence[Pad]) -> Pad:
+    return _linear_pad([elementwise_pad("mul", {}, pads)])
 
 
 def convolution(pair: Pair, marks: list[Mark]) -> Mark:
@@ -216,12 +206,12 @@ def gather(pair: Pair, marks: list[Mark]) -> Mark:
     for rows in indices.rows:
         operands_of[batch[rows.dim]].append((indices, rows))
 
-    def pad(from_operand: bool, pads: list[OperandPad]) -> Any:
+    def pad(from_operand: bool, pads: list[Pad]) -> Pad:
         if operand.may_be_nonfinite:
             return ANY
-        if from_operand and pads[0].has_number(0) and not indices.may_be_nonfinite:
-            return 0
-        return PURE if all(p.is_pure for p in pads) else ANY
+        if from_operand and pads[0].number == 0 and not indices.may_be_nonfinite:
+            return known_pad(0)
+        return PURE if all(pad.is_pure for pad in pads) else ANY
 
     return Mark(
         tuple(
@@ -263,21 +253,16 @@ def scatter(pair: Pair, marks: list[Mark]) -> Mark:
     places = dict(zip(dims, windows, strict=True))
     places |= {dim: batch[at] for dim, at in aligned.items()}
 
-    def pad(pads: list[OperandPad]) -> Any:
-        if adds and all(p.has_number(0) for p in pads):
-            return 0
-        pure = all(p.is_pure for p in pads) and not indices.may_be_nonfinite
-        return PURE if pure else join_pads(pads)
-
     rows = []
     for r in operand.rows:
         if r.dim in numbers.scatter_dims_to_operand_dims and r.dim not in aligned:
             raise UndecidedError("some rows")
-        rows.append(aligned_rows(r.dim, [(operand, r), (updates, updates.at(places[r.dim]))], pad))
+        operands: list[Operand] = [(operand, r), (updates, updates.at(places[r.dim]))]
+        rows.append(aligned_rows(r.dim, operands, _linear_pad if adds else join_pads))
     written = {places[r.dim] for r in operand.rows}
     for r in updates.rows:
-        if r.dim not in written and not (adds and r.has_number(0)):
-            counted = any(i.data and i.pad is PURE for i in indices.rows) and r.pad is not ANY
+        if r.dim not in written and not (adds and r.pad.number == 0):
+            counted = any(i.data and i.pad.is_pure for i in indices.rows) and r.pad.is_finite
             return leaking(pair.where, certain=adds and counted)
     return Mark(tuple(rows))
 
@@ -291,8 +276,8 @@ def psum(pair: Pair, marks: list[Mark]) -> list[Mark]:
         raise UndecidedError("a sum over a dim as well")
     return [
         Mark(tuple(replace(r, pad=FINITE, data=True) for r in mark.rows))
-        if all(r.has_number(0) for r in mark.rows)
-        else leaking(pair.where, certain=any(r.pad is PURE and r.data for r in mark.rows))
+        if all(r.pad.number == 0 for r in mark.rows)
+        else leaking(pair.where, certain=any(r.pad.is_pure and r.data for r in mark.rows))
         for mark in marks
     ]
 

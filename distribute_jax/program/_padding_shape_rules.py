@@ -13,7 +13,6 @@ from distribute_jax.program._padding_marks import (
     FINITE,
     PURE,
     Mark,
-    OperandPad,
     Pad,
     Pair,
     Rows,
@@ -24,6 +23,7 @@ from distribute_jax.program._padding_marks import (
     elementwise_pad,
     evaluate,
     join_pads,
+    known_pad,
     operand_pad,
 )
 
@@ -33,7 +33,7 @@ _IDENTITIES = ("convert_element_type", "copy", "stop_gradient")
 def in_place(
     pair: Pair,
     marks: Sequence[Mark],
-    pad: Callable[[list[OperandPad]], Any] = join_pads,
+    pad: Callable[[list[Pad]], Pad] = join_pads,
     *,
     everywhere: bool = True,
     output: int = 0,
@@ -45,8 +45,12 @@ def in_place(
     )
 
 
-def _uniform(dims: Iterable[int], pad: Any) -> tuple[Rows, ...]:
+def _uniform(dims: Iterable[int], pad: Pad) -> tuple[Rows, ...]:
     return tuple(Rows(dim, 0, 0, pad, data=False) for dim in dims)
+
+
+def _constant_rows(pair: Pair, number: Any) -> tuple[Rows, ...]:
+    return _uniform(pair.varying(), known_pad(number, is_pure=True))
 
 
 # Elementwise operations
@@ -62,7 +66,7 @@ def elementwise(pair: Pair, marks: list[Mark]) -> Mark:
         const = (pair.name == "ge") if below else None
     index, column = (first.index, first.column) if pair.name in _IDENTITIES else (None, None)
     if const is not None:
-        return Mark(_uniform(pair.varying(), const), const, index, column)
+        return Mark(_constant_rows(pair, const), const, index, column)
     pad = functools.partial(elementwise_pad, pair.name, params)
     return Mark(in_place(pair, marks, pad, everywhere=False), None, index, column)
 
@@ -80,14 +84,16 @@ def select(pair: Pair, marks: list[Mark]) -> Mark:
     return Mark(tuple(rows))
 
 
-def _selected_pad(cases: list[Rows | None], pads: list[OperandPad]) -> Any:
+def _selected_pad(cases: list[Rows | None], pads: list[Pad]) -> Pad:
     decided, *values = pads
-    if isinstance(decided.pad, Pad) or decided.is_pure:
+    if decided.number is None or decided.is_pure:
         pad = join_pads(values)
-        return FINITE if pad is PURE and not decided.is_pure else pad
-    rows, pad = cases[int(decided.pad)], values[int(decided.pad)].pad
+        return pad._replace(is_pure=pad.is_pure and decided.is_pure)
+    rows, pad = cases[int(decided.number)], values[int(decided.number)]
+    if pad.number is not None:
+        return pad._replace(is_pure=False)
     # What is selected for padding only need not be what any real row has.
-    return ANY if pad is PURE and (rows is None or not rows.data) else pad
+    return ANY if pad.is_pure and (rows is None or not rows.data) else pad
 
 
 # Operations on shapes
@@ -96,11 +102,11 @@ def _selected_pad(cases: list[Rows | None], pads: list[OperandPad]) -> Any:
 def broadcast(pair: Pair, marks: list[Mark]) -> Mark:
     """New dims are uniform."""
     mark, places = marks[0], [int(d) for d in pair.eqn.params["broadcast_dimensions"]]
+    same = PURE if mark.const is None else known_pad(mark.const, is_pure=True)
     rows: list[Rows] = []
     for dim in pair.varying():
         old = mark.at(places.index(dim)) if dim in places else None
-        new = _uniform([dim], PURE if mark.const is None else mark.const)
-        rows += [replace(old, dim=dim)] if old else new
+        rows += [replace(old, dim=dim)] if old else _uniform([dim], same)
     return Mark(tuple(rows), mark.const, None if mark.index is None else places[mark.index])
 
 
@@ -110,7 +116,7 @@ def reshape(pair: Pair, marks: list[Mark]) -> Mark:
         raise UndecidedError("transposed as well")
     [mark] = marks
     if mark.const is not None:
-        return Mark(_uniform(pair.varying(), mark.const), mark.const)
+        return Mark(_constant_rows(pair, mark.const), mark.const)
     rows = [_reshaped(r, pair) for r in mark.rows]
     moved = zip(rows, mark.rows, strict=True)
     index = next((n.dim for n, r in moved if r.dim == mark.index and n.outer == n.inner == 1), None)
@@ -166,9 +172,11 @@ def concatenate(pair: Pair, marks: list[Mark]) -> Mark:
     along = pair.eqn.params["dimension"]
     column = _column(pair, marks, along)
 
-    def pad(pads: list[OperandPad]) -> Any:
+    def pad(pads: list[Pad]) -> Pad:
         if column is not None:  # the index of a row of padding is as valid as any
-            pads = [p for p, mark in zip(pads, marks, strict=True) if mark.index is None] or pads
+            pads = [
+                pad for pad, mark in zip(pads, marks, strict=True) if mark.index is None
+            ] or pads
         return join_pads(pads)
 
     rows = []
@@ -265,7 +273,7 @@ def pad(pair: Pair, marks: list[Mark]) -> Mark:
             old = replace(old, outer=sizes[0] // pair.shares[0], inner=1)
         rows += _cut_rows(pair, old, dim, ends, 1)
     border = operand_pad(value, None)
-    border = OperandPad(border.pad, False) if mark.const is None else border
+    border = border._replace(is_pure=border.is_pure and mark.const is not None)
     pads = [join_pads([operand_pad(mark, r), border]) for r in rows]
     const = mark.const if mark.const == value.const else None
     return Mark(tuple(replace(r, pad=p) for r, p in zip(rows, pads, strict=True)), const)
@@ -309,4 +317,4 @@ def real_rows(pair: Pair, marks: list[Mark]) -> Mark:
     """The mask of a partial batch."""
     if len(pair.out()[0]) != 1:
         raise UndecidedError("a mask of several dims")
-    return Mark((Rows(0, 1, 1, False, data=False),))
+    return Mark((Rows(0, 1, 1, known_pad(False), data=False),))
