@@ -21,7 +21,7 @@ from distribute_jax.program._aggregation import MERGE_BY_TYPE, Combine, is_sum_o
 from distribute_jax.program._jaxprs import equations, line, names_axis, user_line, variables
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._replication import Walk
-from distribute_jax.program._replication_rules import MIRRORED, RULES, Control, Mark, Outcome, union
+from distribute_jax.program._replication_rules import MIRRORED, RULES, Control, Mark, Ref, union
 from distribute_jax.program._trace import Call, Traced, state_outputs
 from distribute_jax.variables import Variable, VariableAggregation
 
@@ -265,7 +265,7 @@ def parts_of_means(jaxpr: Any, replicas: int) -> Parts | None:
     if not any(eqn.primitive is part_of_mean_p for eqn in equations(jaxpr.jaxpr)):
         return None
     walk = _PartWalk(replicas)
-    outs, _ = walk.run(jaxpr, [MIRRORED] * len(jaxpr.jaxpr.invars), Control())
+    outs = walk.run(jaxpr, [MIRRORED] * len(jaxpr.jaxpr.invars), Control())
     return Parts([_parts(mark) for mark in outs], sorted(walk.callbacks))
 
 
@@ -276,26 +276,26 @@ class _PartWalk(_RemarkWalk):
         super().__init__(axis_size)
         self.callbacks: set[tuple[str, str]] = set()
 
-    def apply(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
+    def apply(self, eqn: Any, marks: list[Any], control: Control) -> list[Mark]:
         name = eqn.primitive.name
         if eqn.primitive is part_of_mean_p:
-            return Outcome([frozenset({Part(line(eqn))})])
+            return [frozenset({Part(line(eqn))})]
         if name == "cross_device_sum" or names_axis(eqn, DATA):
-            return Outcome([MIRRORED] * len(eqn.outvars))
+            return [MIRRORED] * len(eqn.outvars)
         if not any(marks) and name not in RULES and name not in _SHAPES:
-            return Outcome([MIRRORED] * len(eqn.outvars))
+            return [MIRRORED] * len(eqn.outvars)
         parts = _parts(union(marks))
         if name in _CALLBACKS:
             self.callbacks |= {(line(eqn), str(p)) for p in parts if not isinstance(p, ScaledPart)}
         if name in _SHAPES and len(eqn.invars) == 1 and not parts:
             number = _number(eqn.invars[0], marks[0])
-            return Outcome([MIRRORED if number is None else frozenset({_Constant(number)})])
-        outcome = super().apply(eqn, marks, control)
+            return [MIRRORED if number is None else frozenset({_Constant(number)})]
+        outs = super().apply(eqn, marks, control)
         if name in RULES:
-            return outcome
+            return outs
         mark = self._mark_of_parts(name, eqn, marks) if parts else MIRRORED
         floating = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.outvars]
-        return Outcome([mark if is_float else MIRRORED for is_float in floating], outcome.writes)
+        return [mark if is_float else MIRRORED for is_float in floating]
 
     def _mark_of_parts(self, name: str, eqn: Any, marks: list[Mark]) -> Mark:
         parts = _parts(union(marks))
@@ -351,25 +351,24 @@ class _EqualWalk(_RemarkWalk):
         self._operands = MIRRORED
         self._reductions: dict[int, tuple[Any, Mark]] = {}
 
-    def apply(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
+    def apply(self, eqn: Any, marks: list[Any], control: Control) -> list[Mark]:
         # A value from a stream keeps its mark alone, also after the replica id is folded in.
-        marks = [_STREAM if mark >= _STREAM else mark for mark in marks]
+        marks = [m if isinstance(m, Ref) or not m >= _STREAM else _STREAM for m in marks]
         self._operands = mark = union(marks)
         self._enclosing.append(eqn)
         try:
             if eqn.primitive.name == "random_seed" and not mark:
-                return Outcome([frozenset({_Seed(self._line())})])
+                return [frozenset({_Seed(self._line())})]
             if eqn.primitive.name in _DRAWING:
                 if mark and all(isinstance(word, _Seed) for word in mark):
                     self.seeds |= mark
                 # rng_bit_generator returns the numbers after the key.
                 if not mark and self.rows > 1 and self.rows in eqn.outvars[-1].aval.shape[:1]:
                     self.draws.add(self._line())
-            outcome = super().apply(eqn, marks, control)
+            outs = super().apply(eqn, marks, control)
         finally:
             self._enclosing.pop()
-        outs = [_STREAM if mark >= _STREAM else mark for mark in outcome.outs]
-        return Outcome(outs, outcome.writes)
+        return outs
 
     def _line(self) -> str:
         """Returns the user's line, which is that of a call if JAX itself traced the function."""

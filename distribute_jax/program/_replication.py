@@ -26,7 +26,8 @@ from distribute_jax.program._replication_rules import (
     RULES,
     Control,
     Mark as Mark,
-    Outcome,
+    Marks,
+    Ref,
     call,
     cond,
     mixed,
@@ -75,7 +76,7 @@ def prove(jaxpr: Any, in_marks: Sequence[Mark], *, axis_size: int) -> Proof:
         OutOfSyncError: gradients that are about to be summed are mirrored already.
     """
     walk = Walk(axis_size)
-    outs, _ = walk.run(jaxpr, in_marks, Control())
+    outs = walk.run(jaxpr, in_marks, Control())
     walk.check_unreduced(jaxpr)
     return Proof(outs, tuple(walk.diverging))
 
@@ -90,83 +91,86 @@ class Walk:
     def __init__(self, axis_size: int) -> None:
         self.axis_size = axis_size
         # Values hold the bodies, so that no id is reused.
-        self._cache: dict[Any, tuple[Any, list[Mark], list[Mark]]] = {}
+        self._cache: dict[Any, tuple[Any, list[Mark]]] = {}
         # Checked at the end: marks grow while a loop is walked again.
         self._unreduced: dict[int, tuple[Any, Mark]] = {}
         self.diverging: dict[str, None] = {}
 
-    def run(
-        self, body: Any, marks: Sequence[Mark], control: Control
-    ) -> tuple[list[Mark], list[Mark]]:
-        """Returns the marks of the outputs of ``body``, and of its inputs after it ran."""
+    def run(self, body: Any, marks: Marks, control: Control) -> list[Mark]:
+        """Returns the marks of the outputs of ``body``."""
         if control.mark:
             self.diverging[control.what] = None
+        if any(isinstance(mark, Ref) for mark in marks):  # to which it may write
+            return self._run(body, marks, control)
         key = id(body), tuple(marks), control
         if key not in self._cache:
-            self._cache[key] = body, *self._run(body, marks, control)
-        return self._cache[key][1:]
+            self._cache[key] = body, self._run(body, marks, control)
+        return self._cache[key][1]
 
-    def _run(
-        self, body: Any, marks: Sequence[Mark], control: Control
-    ) -> tuple[list[Mark], list[Mark]]:
+    def _run(self, body: Any, marks: Marks, control: Control) -> list[Mark]:
         jaxpr = open_jaxpr(body)
         if jaxpr.constvars and not isinstance(body, ClosedJaxpr):
             raise ValueError("an open jaxpr has constants without values")
-        env = dict(zip(jaxpr.invars, marks, strict=True))
+        env = {
+            var: Ref(mark) if is_ref(var) and not isinstance(mark, Ref) else mark
+            for var, mark in zip(jaxpr.invars, marks, strict=True)
+        }
         for var, value in zip(jaxpr.constvars, getattr(body, "consts", ()), strict=True):
             # Several bodies may hold the same captured ref, and write to it.
-            env[var] = frozenset({"a captured ref"}) if is_ref(var) else self.constant(value)
+            captured = Ref(frozenset({"a captured ref"})) if is_ref(var) else None
+            env[var] = captured or self.constant(value)
 
         for _ in self.equations(jaxpr, env, control):
             pass
-        return [self._read(v, env) for v in jaxpr.outvars], [env[v] for v in jaxpr.invars]
+        return [self._read(v, env) for v in jaxpr.outvars]
 
-    def equations(self, jaxpr: Any, env: dict[Any, Mark], control: Control) -> Iterator[Marked]:
+    def equations(self, jaxpr: Any, env: dict[Any, Any], control: Control) -> Iterator[Marked]:
         """Yields each equation with the marks of its operands and results, which are added to ``env``."""
         for eqn in jaxpr.eqns:
             operands = [self._read(v, env) for v in eqn.invars]
-            outcome = self.apply(eqn, operands, control)
-            env.update(zip(eqn.outvars, outcome.outs, strict=True))
-            env.update((eqn.invars[i], mark) for i, mark in outcome.writes.items())
-            yield eqn, operands, outcome.outs
+            outs = self.apply(eqn, operands, control)
+            env.update(zip(eqn.outvars, outs, strict=True))
+            yield eqn, operands, outs
 
-    def _read(self, atom: Any, env: dict[Any, Mark]) -> Mark:
+    def _read(self, atom: Any, env: dict[Any, Any]) -> Any:
         return self.constant(atom.val) if isinstance(atom, Literal) else env[atom]
 
     def constant(self, value: Any) -> Mark:
         return MIRRORED
 
-    def apply(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
+    def apply(self, eqn: Any, marks: list[Any], control: Control) -> list[Mark]:
         """Returns the marks after one equation."""
         if eqn.primitive is mirrored_p:
-            return Outcome([MIRRORED])
+            return [MIRRORED]
         if eqn.primitive is part_of_mean_p:
-            return Outcome(marks)
+            return marks
         if eqn.primitive is unreduced_p:
             _, before = self._unreduced.get(id(eqn), (eqn, MIRRORED))
             self._unreduced[id(eqn)] = eqn, union([before, *marks])
-            return Outcome(marks)
+            return marks
         rule = RULES.get(eqn.primitive.name)
         if rule is None:
-            outcome = mixed(eqn, marks) if _is_plain(eqn) else None
+            outs = mixed(eqn, marks) if _is_plain(eqn) else None
         else:
             try:
-                outcome = rule(self, eqn, marks, control)
+                outs = rule(self, eqn, marks, control)
             except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-                outcome = None  # a form of another JAX version
-        if outcome is None or len(outcome.outs) != len(eqn.outvars):
+                outs = None  # a form of another JAX version
+        if outs is None or len(outs) != len(eqn.outvars):
             return self._opaque(eqn, marks, control)
-        return outcome
+        return outs
 
-    def _opaque(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
+    def _opaque(self, eqn: Any, marks: list[Any], control: Control) -> list[Mark]:
         """Returns the marks after an unknown equation, which may write anything to its refs."""
         if control.mark:
             for collective in collectives(eqn, DATA):
                 self.meet(collective, control)
         kind = name(eqn) if eqn.primitive.name in _SOURCES else f"{name(eqn)} (opaque)"
         mark = union([*marks, control.mark]) | {f"{kind} at {line(eqn)}"}
-        refs = {i: mark for i, var in enumerate(eqn.invars) if is_ref(var)}
-        return Outcome([mark] * len(eqn.outvars), refs)
+        for ref in marks:
+            if isinstance(ref, Ref):
+                ref.content |= mark
+        return [mark] * len(eqn.outvars)
 
     def check_unreduced(self, jaxpr: Any) -> None:
         """Raises if values about to be summed are mirrored already; only logs if they are all zero."""
@@ -218,7 +222,7 @@ class _ZeroWalk(Walk):
     def constant(self, value: Any) -> Mark:
         return _NOT_ZERO if isinstance(value, jax.Array) or np.any(value) else MIRRORED
 
-    def apply(self, eqn: Any, marks: list[Mark], control: Control) -> Outcome:
+    def apply(self, eqn: Any, marks: list[Any], control: Control) -> list[Mark]:
         kind = eqn.primitive.name
         if eqn is self._target:
             self._operands.append(union(marks))
@@ -227,7 +231,7 @@ class _ZeroWalk(Walk):
         mark = union(marks) if kind in _KEEPS_ZEROS else _NOT_ZERO
         if kind in ("mul", "div"):
             mark = marks[0] if kind == "div" else marks[0] and marks[1]
-        return Outcome([mark] * len(eqn.outvars))
+        return [mark] * len(eqn.outvars)
 
 
 _SOURCES = frozenset({

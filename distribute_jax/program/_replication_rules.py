@@ -1,15 +1,15 @@
 """Transfer rules of the proof of sync: the marks after an equation, by primitive.
 
-A rule gets the marks of the operands, and returns those of the outputs and of the refs that were
-written. For a form of the equation that it does not know, since JAX renames parameters between
-versions, it returns None or fails: the equation is then opaque, which is never a false proof.
+A rule gets the marks of the operands, and returns those of the outputs. For a form of the equation that it
+does not know, since JAX renames parameters between versions, it returns None or fails: the equation is then
+opaque, which is never a false proof.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from jax.extend.core import Jaxpr
 
@@ -29,13 +29,32 @@ Mark = frozenset[str]
 MIRRORED: Mark = frozenset()
 
 
-def union(marks: Iterable[Mark]) -> Mark:
+class Ref:
+    """The mark of a mutable reference: that of its content, which only grows."""
+
+    def __init__(self, content: Mark) -> None:
+        self.content = content
+
+    def __bool__(self) -> bool:
+        return bool(self.content)
+
+
+Marks = Sequence[Any]
+"""A ``Mark``, or a ``Ref``, of each of several values."""
+
+
+def union(marks: Marks) -> Mark:
     """Returns the mark of a value that depends on all the marked values."""
     result = MIRRORED
-    for mark in marks:
+    for mark in contents(marks):
         if mark:
             result = result | mark if result else mark
     return result
+
+
+def contents(marks: Marks) -> list[Mark]:
+    """Returns the marks of values, and of what refs contain now."""
+    return [mark.content if isinstance(mark, Ref) else mark for mark in marks]
 
 
 @dataclass(frozen=True)
@@ -54,18 +73,9 @@ class Control:
         return Control(self.mark | mark, f"{role} of {name(eqn)} at {line(eqn)}")
 
 
-class Outcome(NamedTuple):
-    """The marks after an equation."""
-
-    outs: list[Mark]
-    """One for each output."""
-    writes: Mapping[int, Mark] = {}
-    """The new mark of each ref that was written to, by the position of the operand."""
-
-
-def mixed(eqn: Any, marks: Sequence[Mark]) -> Outcome:
+def mixed(eqn: Any, marks: Marks) -> list[Mark]:
     """Returns the marks if every output depends on all operands."""
-    return Outcome([union(marks)] * len(eqn.outvars))
+    return [union(marks)] * len(eqn.outvars)
 
 
 class Walk(Protocol):
@@ -73,16 +83,14 @@ class Walk(Protocol):
 
     axis_size: int
 
-    def run(
-        self, body: Any, marks: Sequence[Mark], control: Control
-    ) -> tuple[list[Mark], list[Mark]]:
-        """Returns the marks of the outputs of ``body``, and of its inputs after it ran."""
+    def run(self, body: Any, marks: Marks, control: Control) -> list[Mark]:
+        """Returns the marks of the outputs of ``body``."""
 
     def meet(self, eqn: Any, control: Control) -> None:
         """Raises DeadlockError unless every replica is sure to reach the collective ``eqn``."""
 
 
-Rule = Callable[[Walk, Any, list[Mark], Control], Outcome | None]
+Rule = Callable[[Walk, Any, list[Any], Control], list[Mark] | None]
 
 
 # Collectives
@@ -107,7 +115,7 @@ def _is_one_group(groups: Any, axis_size: int) -> bool:
     return groups is None or [sorted(g) for g in groups] == [list(range(axis_size))]
 
 
-def reduction(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+def reduction(walk: Walk, eqn: Any, marks: list[Any], control: Control) -> list[Mark] | None:
     """All replicas get the same result, unless they are divided into groups."""
     names = axis_names(eqn)
     if not set(eqn.params) <= _REDUCTION_PARAMS:
@@ -118,101 +126,100 @@ def reduction(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outc
     if groups is not None and (len(names) > 1 or not _is_one_group(groups, walk.axis_size)):
         return exchange(walk, eqn, marks, control)
     walk.meet(eqn, control)
-    return Outcome([MIRRORED] * len(eqn.outvars))
+    return [MIRRORED] * len(eqn.outvars)
 
 
-def exchange(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+def exchange(walk: Walk, eqn: Any, marks: list[Any], control: Control) -> list[Mark] | None:
     """Each replica gets another part, even of a mirrored value."""
     if DATA not in axis_names(eqn):
         return mixed(eqn, marks)
     walk.meet(eqn, control)
-    return Outcome([union(marks) | {f"{name(eqn)} at {line(eqn)}"}] * len(eqn.outvars))
+    return [union(marks) | {f"{name(eqn)} at {line(eqn)}"}] * len(eqn.outvars)
 
 
-def axis_index(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+def axis_index(walk: Walk, eqn: Any, marks: list[Any], control: Control) -> list[Mark] | None:
     """The replica id: a source, but not a collective."""
     if DATA in axis_names(eqn):
-        return Outcome([frozenset({f"axis_index at {line(eqn)}"})])
-    return Outcome([MIRRORED])
+        return [frozenset({f"axis_index at {line(eqn)}"})]
+    return [MIRRORED]
 
 
-# Refs: a ref has the mark of its content. Marks of refs only grow.
+# Refs
 
 
-def read(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+def new_ref(walk: Walk, eqn: Any, marks: list[Any], control: Control) -> list[Any] | None:
+    """Its content is a value."""
+    return [Ref(union(marks))]
+
+
+def read(walk: Walk, eqn: Any, marks: list[Any], control: Control) -> list[Mark] | None:
     """The content of a ref depends on what it was made from; what is read, also on the index."""
     return mixed(eqn, marks)
 
 
-def write(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+def write(walk: Walk, eqn: Any, marks: list[Any], control: Control) -> list[Mark] | None:
     """The content depends on the value, the index, and on whether the write happens."""
     ref, _, *index = marks
-    return Outcome([union([ref, *index])] * len(eqn.outvars), {0: union([*marks, control.mark])})
+    outs = mixed(eqn, [ref, *index])
+    ref.content |= union([*marks, control.mark])
+    return outs
 
 
-def run_state(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+def run_state(walk: Walk, eqn: Any, marks: list[Any], control: Control) -> list[Mark] | None:
     """The operands become refs, the body runs on them, and their content is returned."""
     if not all(eqn.params["is_initialized"]):
         return None
-    _, finals = walk.run(eqn.params["jaxpr"], marks, control)
-    return Outcome(finals)
+    refs = list(map(Ref, contents(marks)))
+    walk.run(eqn.params["jaxpr"], refs, control)
+    return contents(refs)
 
 
 # Calls
 
 
-def _written(before: Sequence[Mark], after: Sequence[Mark]) -> dict[int, Mark]:
-    return {i: new for i, (old, new) in enumerate(zip(before, after, strict=True)) if new != old}
-
-
-def call(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+def call(walk: Walk, eqn: Any, marks: list[Any], control: Control) -> list[Mark] | None:
     """The body runs once, on the operands."""
     body = called_body(eqn)
     if body is None or "axis_name" in eqn.params:
         return None
-    outs, finals = walk.run(body, marks, control)
-    return Outcome(outs, _written(marks, finals))
+    return walk.run(body, marks, control)
 
 
-def cross_device_sum(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+def cross_device_sum(walk: Walk, eqn: Any, marks: list[Any], control: Control) -> list[Mark] | None:
     """A ``CrossDeviceOps`` of this library, proved by its trace."""
     # Reported as a whole: the equations of the trace do not have the user's line.
     walk.meet(eqn, control)
     return call(walk, eqn, marks, control)
 
 
-def shard_map(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+def shard_map(walk: Walk, eqn: Any, marks: list[Any], control: Control) -> list[Mark] | None:
     """A call, unless it binds the axis of the replicas again: then its collectives are over another."""
     bound = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
     return None if bound is None or DATA in bound else call(walk, eqn, marks, control)
 
 
-def linear_solve(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+def linear_solve(walk: Walk, eqn: Any, marks: list[Any], control: Control) -> list[Mark] | None:
     """Only ``solve`` runs; the other functions are for derivatives."""
     lengths = eqn.params["const_lengths"]
     start = lengths.matvec + lengths.vecmat
     consts = marks[start : start + lengths.solve]
     rhs = marks[start + lengths.solve + lengths.transpose_solve :]
-    outs, finals = walk.run(eqn.params["jaxprs"].solve, consts + rhs, control)
-    return None if finals != consts + rhs else Outcome(outs)
+    return walk.run(eqn.params["jaxprs"].solve, consts + rhs, control)
 
 
-def combine(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+def combine(walk: Walk, eqn: Any, marks: list[Any], control: Control) -> list[Mark] | None:
     """A reduction or scatter with a scalar function, which must have no source in it."""
-    for body in eqn.params.values():
-        if isinstance(body, Jaxpr | ClosedJaxpr):
-            outs, _ = walk.run(body, [MIRRORED] * len(body.invars), control)
-            if union(outs):
-                return None
-    return mixed(eqn, marks)
+    bodies = (p for p in eqn.params.values() if isinstance(p, Jaxpr | ClosedJaxpr))
+    outs = [walk.run(body, [MIRRORED] * len(body.invars), control) for body in bodies]
+    return None if any(map(union, outs)) else mixed(eqn, marks)
 
 
-def barrier(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+def barrier(walk: Walk, eqn: Any, marks: list[Any], control: Control) -> list[Mark] | None:
     """Each output is one operand."""
-    return Outcome(list(marks)) if len(marks) == len(eqn.outvars) else None
+    return list(marks) if len(marks) == len(eqn.outvars) else None
 
 
-def hi_primitive(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+def hi_primitive(walk: Walk, eqn: Any, marks: list[Any], control: Control) -> list[Mark] | None:
     """JAX 0.12 traces some functions of ``jax.numpy`` (searchsorted, nonzero) to such equations."""
     if eqn.effects or not type(eqn.params["_prim"]).__module__.startswith("jax._src.numpy."):
         return None
@@ -222,61 +229,46 @@ def hi_primitive(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> O
 # Branches and loops
 
 
-def cond(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+def cond(walk: Walk, eqn: Any, marks: list[Any], control: Control) -> list[Mark] | None:
     """Every output depends on the predicate, even if each branch returns a constant."""
     index, *operands = marks
-    branch_control = control.inside(index, "the predicate", eqn)
-    ran = [walk.run(branch, operands, branch_control) for branch in eqn.params["branches"]]
-    outs = [union([index, *each]) for each in zip(*(outs for outs, _ in ran), strict=True)]
-    finals = [union(each) for each in zip(*(finals for _, finals in ran), strict=True)]
-    return Outcome(outs, _written(marks, [index, *finals]))
+    inside = control.inside(index, "the predicate", eqn)
+    outs = [walk.run(branch, operands, inside) for branch in eqn.params["branches"]]
+    return [union([index, *each]) for each in zip(*outs, strict=True)]
 
 
-def scan(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+def scan(walk: Walk, eqn: Any, marks: list[Any], control: Control) -> list[Mark] | None:
     """The body is interpreted until the marks of carries and refs stop growing."""
     body = eqn.params["jaxpr"]
     start, num_carry = consts_and_carries(eqn)
     if start < 0:
         return None
-    state = list(marks)
+    end, state = start + num_carry, list(marks)
     while True:
-        outs, finals = walk.run(body, state, control)
-        grown = [union(pair) for pair in zip(state, finals, strict=True)]
-        for i in range(num_carry):
-            grown[start + i] = union([grown[start + i], outs[i]])
-        if grown == state:
-            break
-        state = grown
-    carries = range(start, start + num_carry)
-    if eqn.params["length"] == 0:
-        outs = [marks[i] for i in carries] + outs[num_carry:]
-    written = {i: mark for i, mark in _written(marks, state).items() if i not in carries}
-    return Outcome(outs, written)
+        before = contents(state)
+        outs = walk.run(body, state, control)
+        state[start:end] = map(union, zip(state[start:end], outs[:num_carry], strict=True))
+        if contents(state) == before:
+            return state[start:end] + outs[num_carry:]
 
 
-def while_loop(walk: Walk, eqn: Any, marks: list[Mark], control: Control) -> Outcome | None:
+def while_loop(walk: Walk, eqn: Any, marks: list[Any], control: Control) -> list[Mark] | None:
     """Every carry depends on the trip count; JAX carries only what the body changes."""
     body, test = eqn.params["body_jaxpr"], eqn.params["cond_jaxpr"]
-    num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    start = num_test + num_body
-    test_inputs = [*range(num_test), *range(start, len(marks))]
-    body_inputs = [*range(num_test, len(marks))]
+    num_test = eqn.params["cond_nconsts"]
+    start = num_test + eqn.params["body_nconsts"]
     state, count = list(marks), MIRRORED
     while True:
+        before = count, contents(state)
         inside = control.inside(count, "the trip count", eqn)
-        [more], test_finals = walk.run(test, [state[i] for i in test_inputs], inside)
-        inside = control.inside(more, "the trip count", eqn)
-        outs, body_finals = walk.run(body, [state[i] for i in body_inputs], inside)
-        grown = list(state)
-        for i, mark in zip(test_inputs + body_inputs, test_finals + body_finals, strict=True):
-            grown[i] = union([grown[i], mark])
-        for i, mark in enumerate(outs):
-            grown[start + i] = union([grown[start + i], mark, more])
-        if grown == state and more == count:
-            break
-        state, count = grown, more
-    written = {i: mark for i, mark in _written(marks, state).items() if i < start}
-    return Outcome(state[start:], written)
+        [count] = walk.run(test, [*state[:num_test], *state[start:]], inside)
+        inside = control.inside(count, "the trip count", eqn)
+        outs = walk.run(body, state[num_test:], inside)
+        state[start:] = [
+            union([old, new, count]) for old, new in zip(state[start:], outs, strict=True)
+        ]
+        if (count, contents(state)) == before:
+            return state[start:]
 
 
 _REDUCTIONS = ("psum", "psum_invariant", "pmax", "pmin", "pbroadcast")
@@ -289,7 +281,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(_REDUCTIONS + _GATHERS, reduction),
     **dict.fromkeys(_EXCHANGES, exchange),
     "axis_index": axis_index,
-    **dict.fromkeys(("new_ref", "get", "freeze", "free_ref"), read),
+    "new_ref": new_ref,
+    **dict.fromkeys(("get", "freeze", "free_ref"), read),
     **dict.fromkeys(("swap", "addupdate"), write),
     "run_state": run_state,
     **dict.fromkeys(CALLS, call),
