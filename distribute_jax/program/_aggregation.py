@@ -16,7 +16,8 @@ from flax import nnx
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA
 from distribute_jax.collectives._reduction import as_dtype, wide
-from distribute_jax.program._jaxprs import CALLS, called_body, consts_and_carries, open_jaxpr
+from distribute_jax.program._jaxprs import ClosedJaxpr, consts_and_carries
+from distribute_jax.program._walk import STRUCTURE, Marks, Rule, Walk, scan
 from distribute_jax.variables import Variable, VariableAggregation, first_replica
 
 
@@ -291,54 +292,43 @@ def _relation(jaxpr: Any, output: int, old: int, beside: Sequence[int] = ()) -> 
     start = [_OTHER if i in beside else _NONE for i in range(len(jaxpr.invars))]
     start[old] = _SAME
     before, after = jaxpr.invars[old].aval, jaxpr.outvars[output].aval
-    result = _run(jaxpr, start, _Dtypes(before.dtype, after.dtype))[output]
+    closed = ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars))
+    result = _RelationWalk(_Dtypes(before.dtype, after.dtype)).run(closed, start)[output]
     return _OTHER if result is _PLUS and before.shape != after.shape else result
 
 
-def _run(body: Any, inputs: Sequence[Relation], dtypes: _Dtypes) -> list[Relation]:
-    jaxpr = open_jaxpr(body)
-    env: dict[Any, Relation] = dict(zip(jaxpr.invars, inputs, strict=True))
+class _RelationWalk(Walk):
+    """Follows the old value of a variable."""
 
-    def read(atom: Any) -> Relation:
-        return _NONE if isinstance(atom, jex_core.Literal) else env.get(atom, _NONE)
+    def __init__(self, dtypes: _Dtypes) -> None:
+        super().__init__()
+        self.dtypes = dtypes
 
-    for eqn in jaxpr.eqns:
-        outs = _equation(eqn, [read(atom) for atom in eqn.invars], dtypes)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    def constant(self, value: Any) -> Relation:
+        return _NONE
 
+    def joined(self, eqn: Any, one: Relation, other: Relation) -> Relation:
+        if one is other:
+            return one
+        return _PLUS if {one, other} == {_SAME, _PLUS} else _OTHER
 
-def _equation(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Relation]:
-    if all(r is _NONE for r in operands):
-        return [_NONE] * len(eqn.outvars)
-    outs = _structural(eqn, operands, dtypes)
-    if outs is None:
-        outs = [_PLUS if _is_plus(eqn, operands, dtypes) else _OTHER]
-    return outs if len(outs) == len(eqn.outvars) else [_OTHER] * len(eqn.outvars)
+    def decided(self, eqn: Any, by: Relation, outs: Marks) -> Marks:
+        return outs if by is _NONE else [_OTHER] * len(outs)
 
+    def shifted(self, mark: Relation, by: int) -> Relation:
+        return _moved(mark)
 
-def _structural(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Relation] | None:
-    """Returns the relations after an identity, call, branch or loop; None for other equations."""
-    name = eqn.primitive.name
-    if name in _IDENTITIES:
-        return operands
-    if eqn.params.get("name") == FOLD:
-        return [_SAME if _SAME in operands else _OTHER]
-    if name == "scan":
-        return _scan(eqn, operands, dtypes)
-    if name == "cond" and operands[0] is _NONE:
-        branches = [_run(branch, operands[1:], dtypes) for branch in eqn.params["branches"]]
-        return [_joined(*each) for each in zip(*branches, strict=True)]
-    body = called_body(eqn) if name in CALLS else None
-    return None if body is None else _run(body, operands, dtypes)
-
-
-def _joined(*relations: Relation) -> Relation:
-    """Returns the relation of a value that is one of several."""
-    kinds = set(relations)
-    if len(kinds) == 1:
-        return relations[0]
-    return _PLUS if kinds == {_SAME, _PLUS} else _OTHER
+    def apply(self, eqn: Any, marks: Marks) -> Marks:
+        name, count = eqn.primitive.name, len(eqn.outvars)
+        if all(mark is _NONE for mark in marks):
+            return [_NONE] * count
+        if eqn.params.get("name") == FOLD:
+            return [_SAME if _SAME in marks else _OTHER] * count
+        if name in _IDENTITIES:
+            return marks
+        if rule := _STRUCTURE.get(name):
+            return self.by_rule(rule, eqn, marks) or [_OTHER] * count
+        return [_PLUS if _is_plus(eqn, marks, self.dtypes) else _OTHER] * count
 
 
 def _is_plus(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> bool:
@@ -364,24 +354,18 @@ def _keeps_places(eqn: Any) -> bool:
     return old == new
 
 
-def _scan(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> list[Relation] | None:
-    """Iterates the carries to a fixed point; a stacked output is related to the slices at its own index."""
-    body = eqn.params["jaxpr"]
-    start, num_carry = consts_and_carries(eqn)
-    if start < 0:
-        return None
-    consts, scanned = operands[:start], operands[start + num_carry :]
-    carries = operands[start : start + num_carry]
-    while True:
-        outs = _run(body, [*consts, *carries, *map(_moved, scanned)], dtypes)
-        grown = [_joined(*each) for each in zip(carries, outs, strict=False)]
-        if grown == carries:
-            break
-        carries = grown
-    stacked = list(map(_moved, outs[num_carry:]))
-    if any(r is not _NONE for r in scanned):
-        stacked = _run(body, [*map(_moved, consts + carries), *scanned], dtypes)[num_carry:]
-    return carries + stacked
+def _scan(walk: Walk, eqn: Any, marks: Marks) -> Marks | None:
+    """A stacked output is related to the slices at its own index."""
+    start, number = consts_and_carries(eqn)
+    outs, end = scan(walk, eqn, marks), start + number
+    if outs is None or all(mark is _NONE for mark in marks[end:]):
+        return outs
+    carries = [walk.joined(eqn, *pair) for pair in zip(marks[start:end], outs, strict=False)]
+    inputs = [*map(_moved, marks[:start] + carries), *marks[end:]]
+    return outs[:number] + walk.run(eqn.params["jaxpr"], inputs)[number:]
+
+
+_STRUCTURE: dict[str, Rule] = {**STRUCTURE, "scan": _scan}
 
 
 def _moved(relation: Relation) -> Relation:

@@ -26,10 +26,10 @@ from distribute_jax.program._jaxprs import (
     outputs_of,
     variables,
 )
-from distribute_jax.program._replication import Marked, Walk
-from distribute_jax.program._replication_rules import MIRRORED, Control, Mark
+from distribute_jax.program._replication import MIRRORED, Mark, ReplicationWalk
 from distribute_jax.program._rows import Needs, Rows, Selected
 from distribute_jax.program._sharded_update import is_bound_to_replicas, is_plain_cond
+from distribute_jax.program._walk import Marked
 
 SMALL = 16
 """State of at most this many elements, such as a step count, is stored on every server that reads it."""
@@ -121,7 +121,7 @@ class Update:
         self.jaxpr, self.state = jaxpr, state
         self._marks = dict.fromkeys(jaxpr.constvars, MIRRORED)
         self._marks.update(zip(jaxpr.invars, marks, strict=True))
-        marked = list(Walk(replicas).equations(jaxpr, self._marks, Control()))
+        marked = list(ReplicationWalk(replicas).equations(jaxpr, self._marks))
         self.first = self._equations_of_replica(marked)
         self._number = {v: k for k, v in state.inputs.items()}
         self._from_state = set(self._number)

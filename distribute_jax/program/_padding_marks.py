@@ -172,7 +172,7 @@ def join(one: Mark, other: Mark, where: str) -> Mark:
 
 
 def known_number(value: Any) -> Any:
-    """Returns a scalar as a Python number or bool, None for anything else."""
+    """Returns a scalar as a Python number or bool, None for NaN and anything else."""
     try:
         array = np.asarray(value)
         if array.ndim or array.dtype.kind == "c":
@@ -180,7 +180,7 @@ def known_number(value: Any) -> Any:
         number = array.item() if array.dtype.kind in "biuf" else float(array)
     except (TypeError, ValueError):
         return None
-    return math.nan if number != number else number  # one NaN object, so that marks compare equal
+    return number if number == number else None
 
 
 _LOGICAL = {
@@ -299,39 +299,40 @@ class Pair:
 
     def __init__(self, eqn: Any, other: Any, shares: tuple[int, int]) -> None:
         self.eqn, self.other, self.shares = eqn, other, shares
-        self.name: str = eqn.primitive.name if eqn is not None else ""
+        self.params, self.invars, self.outvars = eqn.params, eqn.invars, eqn.outvars
+        self.name: str = eqn.primitive.name
 
     @functools.cached_property
     def where(self) -> str:
         """The operation and the user's line."""
-        return f"{name(self.eqn)} at {line(self.eqn)}" if self.eqn is not None else "a result"
+        return f"{name(self.eqn)} at {line(self.eqn)}"
 
     def operand(self, index: int) -> tuple[Shape, Shape]:
-        return _shape(self.eqn.invars[index]), _shape(self.other.invars[index])
+        return _shape(self.invars[index]), _shape(self.other.invars[index])
 
     def out(self, index: int = 0) -> tuple[Shape, Shape]:
         """Returns both shapes of an output."""
-        return _shape(self.eqn.outvars[index]), _shape(self.other.outvars[index])
+        return _shape(self.outvars[index]), _shape(self.other.outvars[index])
 
     def dtype(self, index: int = 0) -> Any:
-        return self.eqn.invars[index].aval.dtype
+        return self.invars[index].aval.dtype
 
     def varying(self, index: int = 0) -> list[int]:
         """Returns the dims of an output whose length depends on the share."""
         return [d for d, (a, b) in enumerate(zip(*self.out(index), strict=True)) if a != b]
 
-    def params(self, key: str) -> tuple[Any, Any]:
+    def both(self, key: str) -> tuple[Any, Any]:
         """Returns both values of a parameter."""
-        return self.eqn.params[key], self.other.params[key]
+        return self.params[key], self.other.params[key]
 
     def dims(self, key: str) -> set[int]:
         """Returns the dims in a parameter of one or several."""
-        dims = self.eqn.params[key]
+        dims = self.params[key]
         return set(map(int, dims if isinstance(dims, tuple) else (dims,)))
 
     def changed_params(self, allowed: Collection[str] = ()) -> bool:
         """True if a parameter other than those allowed differs."""
-        others = (item for item in self.eqn.params.items() if item[0] not in allowed)
+        others = (item for item in self.params.items() if item[0] not in allowed)
         return not all(is_same(value, self.other.params.get(key)) for key, value in others)
 
 

@@ -13,23 +13,17 @@ random bits may depend on how many are drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distribute_jax._mesh import num_replicas
 from distribute_jax._values import Layout, PerReplica
+from distribute_jax.program import _walk
 from distribute_jax.program._call import BoundProgram
-from distribute_jax.program._jaxprs import (
-    CALLS,
-    called_body,
-    consts_and_carries,
-    is_literal,
-    is_ref,
-    open_jaxpr,
-)
+from distribute_jax.program._jaxprs import is_literal, is_ref, open_jaxpr
 from distribute_jax.program._padding_marks import (
     CLEAN,
     Leak,
@@ -45,55 +39,73 @@ from distribute_jax.program._padding_marks import (
 from distribute_jax.program._padding_rules import CARRIES, RULES
 from distribute_jax.program._result_rows import Unknown, share_sizes
 from distribute_jax.program._trace import Call, Traced
+from distribute_jax.program._walk import Marks, Rule, Walk
 
 
-class RefsError(UndecidedError):
+class RefsError(Exception):
     """The program has refs, through which values may flow anywhere."""
 
 
 def prove_padding(jaxpr: Any, other: Any, shares: tuple[int, int], marks: list[Mark]) -> list[Mark]:
     """Returns the mark of each output of a step, traced with shares of two lengths."""
-    return PaddingWalk(shares).run(jaxpr, other, marks)
+    return PaddingWalk(shares).run(Twins(jaxpr, other), marks)
 
 
-_FAILURES = (UndecidedError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors of a rule for a form of the equation that it does not know, as of another JAX version."""
+class Twins(NamedTuple):
+    """A jaxpr of the step, and the same one traced with another length of the shares."""
+
+    one: Any
+    other: Any
 
 
-class PaddingWalk:
+class PaddingWalk(Walk):
     """The abstract interpreter of a step, traced with shares of two lengths.
 
     An output is clean if it cannot depend on padding.
     """
 
-    def __init__(self, shares: tuple[int, int]) -> None:
-        self.shares = shares
-        # Values hold the bodies, so that no id is reused.
-        self._cache: dict[Any, tuple[Any, Any, list[Mark]]] = {}
+    failures = (*Walk.failures, UndecidedError)
 
-    def run(self, body: Any, other: Any, marks: Sequence[Mark]) -> list[Mark]:
+    def __init__(self, shares: tuple[int, int]) -> None:
+        super().__init__()
+        self.shares = shares
+
+    def joined(self, eqn: Pair, one: Mark, other: Mark) -> Mark:
+        return join(one, other, eqn.where)
+
+    def decided(self, eqn: Pair, by: Mark, outs: Marks) -> Marks:
+        if by.is_clean:
+            return [_with_row_count(out, by.row_count_at) for out in outs]
+        return [leaking(by.leak.where if by.leak else eqn.where)] * len(outs)
+
+    def shifted(self, mark: Mark, by: int) -> Mark:
+        rows = tuple(replace(r, dim=r.dim + by) for r in mark.rows)
+        return replace(mark, rows=rows, index=None, column=None)
+
+    def bodies(self, eqn: Pair, key: str = "") -> list[Twins]:
+        pairs = zip(super().bodies(eqn.eqn, key), super().bodies(eqn.other, key), strict=True)
+        return [Twins(*pair) for pair in pairs]
+
+    def key(self, body: Twins) -> Any:
+        return id(body.one), id(body.other)
+
+    def outputs(self, body: Twins, marks: Marks) -> Marks:
         """Returns the marks of the outputs of a jaxpr, given those of its inputs.
 
         Raises:
             UndecidedError: the traces are different programs, or have refs.
         """
-        key = id(body), id(other), tuple(marks)
-        if key not in self._cache:
-            self._cache[key] = body, other, self._run(body, other, marks)
-        return self._cache[key][2]
-
-    def _run(self, body: Any, other: Any, marks: Sequence[Mark]) -> list[Mark]:
-        one, two = open_jaxpr(body), open_jaxpr(other)
-        consts = (getattr(closed, "consts", ()) for closed in (body, other))
+        one, two = map(open_jaxpr, body)
+        consts = (getattr(closed, "consts", ()) for closed in body)
         env: dict[Any, Mark] = dict(zip(one.invars, marks, strict=True))
-        env.update(zip(one.constvars, map(_constant, *consts), strict=True))
+        env.update(zip(one.constvars, map(_of_constant, *consts), strict=True))
         partner = dict(zip(one.constvars + one.invars, two.constvars + two.invars, strict=True))
 
-        def read(pair: Pair, atom: Any, twin: Any) -> Mark:
+        def read(atom: Any, twin: Any, at: Pair | str = "a result") -> Mark:
             if is_literal(atom) and is_literal(twin):
-                return _literal(pair, atom.val, twin.val)
+                return _of_constant(atom.val, twin.val, at)
             if is_literal(atom) or partner.get(atom) is not twin:
-                raise UndecidedError(f"{pair.where} gets other operands")
+                raise UndecidedError(f"{_where(at)} gets other operands")
             return env[atom]
 
         for eqn, twin in zip(one.eqns, two.eqns, strict=False):
@@ -101,33 +113,26 @@ class PaddingWalk:
             lengths = [(len(e.invars), len(e.outvars)) for e in (eqn, twin)]
             if eqn.primitive is not twin.primitive or lengths[0] != lengths[1]:
                 raise UndecidedError(f"{pair.where} becomes another operation")
-            operands = [read(pair, a, b) for a, b in zip(eqn.invars, twin.invars, strict=True)]
+            pairs = zip(eqn.invars, twin.invars, strict=True)
+            operands = [read(a, b, pair) for a, b in pairs]
             env.update(zip(eqn.outvars, self.apply(pair, operands), strict=True))
             partner.update(zip(eqn.outvars, twin.outvars, strict=True))
         if len(one.eqns) != len(two.eqns):
             raise UndecidedError("the step becomes another program")
-        end = Pair(None, None, self.shares)
-        return [read(end, a, b) for a, b in zip(one.outvars, two.outvars, strict=True)]
+        return [read(*atoms) for atoms in zip(one.outvars, two.outvars, strict=True)]
 
-    def apply(self, pair: Pair, marks: list[Mark]) -> list[Mark]:
+    def apply(self, pair: Pair, marks: Marks) -> Marks:
         """Returns the marks of the outputs of an equation."""
-        if any(map(is_ref, [*pair.eqn.invars, *pair.eqn.outvars])):
+        if any(map(is_ref, [*pair.invars, *pair.outvars])):
             raise RefsError(f"{pair.where} reads or writes a ref")
-        rule, count = STRUCTURE.get(pair.name), len(pair.eqn.outvars)
-        try:
-            marks = rule(self, pair, marks) if rule else _computed(pair, marks)
-        except RefsError:
-            raise
-        except _FAILURES:
-            marks = []
-        if len(marks) != count:
-            marks = [leaking(pair.where)] * count
-        return [_checked(pair, k, mark) for k, mark in enumerate(marks)]
+        outs = self.by_rule(STRUCTURE.get(pair.name, _computed), pair, marks)
+        outs = [leaking(pair.where)] * len(pair.outvars) if outs is None else outs
+        return [_checked(pair, k, mark) for k, mark in enumerate(outs)]
 
 
-def _computed(pair: Pair, marks: list[Mark]) -> list[Mark]:
+def _computed(walk: PaddingWalk, pair: Pair, marks: Marks) -> Marks | None:
     """Applies the rule of a primitive without a body, and notes where the number of rows is used."""
-    count = len(pair.eqn.outvars)
+    count = len(pair.outvars)
     chosen = pair.name == "select_n" and marks[0].const is not None
     used = [marks[0], marks[1 + int(marks[0].const)]] if chosen else marks
     row_count_at = next((mark.row_count_at for mark in used if mark.row_count_at), "")
@@ -144,7 +149,7 @@ def _computed(pair: Pair, marks: list[Mark]) -> list[Mark]:
         if rule is None or changed or any(mark.const is None for mark in marks):
             return [Mark(row_count_at=row_count_at)] * count
     if rule is None:
-        return []
+        return None
     if pair.changed_params(allowed=_OF_SHAPES):
         row_count_at = row_count_at or pair.where
     outs = rule(pair, marks)
@@ -165,21 +170,15 @@ def _checked(pair: Pair, index: int, out: Mark) -> Mark:
     return out if out.leak or (has_dims and all(map(fits, out.rows))) else leaking(pair.where)
 
 
-def _constant(one: Any, other: Any) -> Mark:
+def _of_constant(one: Any, other: Any, at: Pair | str = "a constant") -> Mark:
     if is_same(one, other):
-        return CLEAN
-    try:
-        same_shape = np.asarray(one).shape == np.asarray(other).shape
-    except (TypeError, ValueError):  # such as keys
-        same_shape = False
-    return Mark(row_count_at="a constant") if same_shape else leaking("a constant")
+        return Mark(const=known_number(one)) if isinstance(at, Pair) else CLEAN
+    same_shape = np.shape(one) == np.shape(other)
+    return Mark(row_count_at=_where(at)) if same_shape else leaking(_where(at))
 
 
-def _literal(pair: Pair, one: Any, other: Any) -> Mark:
-    number = known_number(one)
-    if number is not None and number == known_number(other):
-        return Mark(const=number)
-    return CLEAN if is_same(one, other) else Mark(row_count_at=pair.where)
+def _where(at: Pair | str) -> str:
+    return at if isinstance(at, str) else at.where
 
 
 _OF_SHAPES = frozenset({
@@ -196,7 +195,7 @@ def _carries(pair: Pair, marks: Sequence[Mark]) -> bool:
         seen = [k for k, case in enumerate(cases) if case.leak]
         return any(r.pad.number is (seen != [1]) for r in which.rows) and not which.leak
     if pair.name == "convert_element_type":
-        atoms = pair.eqn.invars[0], pair.eqn.outvars[0]
+        atoms = pair.invars[0], pair.outvars[0]
         source, to = (np.dtype(atom.aval.dtype).kind for atom in atoms)
         return source in "biu" or to not in "biu"
     if pair.name == "mul" and any(mark.const == 0 for mark in marks):
@@ -208,74 +207,10 @@ def _with_row_count(out: Mark, row_count_at: str) -> Mark:
     return replace(out, row_count_at=row_count_at) if row_count_at and not out.row_count_at else out
 
 
-# Calls, branches and loops
-
-Structure = Callable[[PaddingWalk, Pair, list[Mark]], list[Mark]]
-
-
-def call(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
-    """The body runs once, on the operands."""
-    return walk.run(called_body(pair.eqn), called_body(pair.other), marks)
-
-
-def cond(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
-    """Every output depends on the predicate."""
-    index, *operands = marks
-    if not index.is_clean:
-        return [_decided(pair, index)] * len(pair.eqn.outvars)
-    branches = zip(pair.eqn.params["branches"], pair.other.params["branches"], strict=True)
-    first, *others = (walk.run(one, two, operands) for one, two in branches)
-    for outs in others:
-        first = _joined(pair, first, outs)
-    return [_with_row_count(out, index.row_count_at) for out in first]
-
-
-def _joined(pair: Pair, marks: Sequence[Mark], others: Sequence[Mark]) -> list[Mark]:
-    return [join(a, b, pair.where) for a, b in zip(marks, others, strict=False)]
-
-
-def _decided(pair: Pair, decides: Mark) -> Mark:
-    """Returns the mark of the outputs if the deciding value may depend on padding."""
-    return leaking(decides.leak.where if decides.leak else pair.where)
-
-
-def scan(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
-    """The body is interpreted until the marks of the carries stop changing; it cannot scan over rows."""
-    body, other = pair.eqn.params["jaxpr"], pair.other.params["jaxpr"]
-    start, num_carry = consts_and_carries(pair.eqn)
-    if start < 0 or pair.eqn.params["length"] != pair.other.params["length"]:
-        return []
-    scanned = [_shifted(mark, -1) for mark in marks[start + num_carry :]]
-    carries = marks[start : start + num_carry]
-    while True:
-        outs = walk.run(body, other, [*marks[:start], *carries, *scanned])
-        grown = _joined(pair, carries, outs)
-        if grown == carries:
-            return carries + [_shifted(out, 1) for out in outs[num_carry:]]
-        carries = grown
-
-
-def _shifted(mark: Mark, by: int) -> Mark:
-    """Returns the mark of an array with one leading dim more, or less."""
-    rows = tuple(replace(r, dim=r.dim + by) for r in mark.rows)
-    return replace(mark, rows=rows, index=None, column=None)
-
-
-def while_loop(walk: PaddingWalk, pair: Pair, marks: list[Mark]) -> list[Mark]:
-    """The carries are known if the trip count does not depend on rows."""
-    one, two = pair.eqn.params, pair.other.params
-    tests = one["cond_nconsts"]
-    start = tests + one["body_nconsts"]
-    carries = marks[start:]
-    while True:
-        [more] = walk.run(one["cond_jaxpr"], two["cond_jaxpr"], [*marks[:tests], *carries])
-        if not more.is_clean:
-            return [_decided(pair, more)] * len(carries)
-        outs = walk.run(one["body_jaxpr"], two["body_jaxpr"], [*marks[tests:start], *carries])
-        grown = _joined(pair, carries, outs)
-        if grown == carries:
-            return [_with_row_count(mark, more.row_count_at) for mark in carries]
-        carries = grown
+def scan(walk: PaddingWalk, pair: Pair, marks: Marks) -> Marks | None:
+    """It cannot scan over rows."""
+    same = pair.params["length"] == pair.other.params["length"]
+    return _walk.scan(walk, pair, marks) if same else None
 
 
 _IDENTITIES = (
@@ -283,12 +218,10 @@ _IDENTITIES = (
     *("part_of_mean", "sharding_constraint"),
 )
 
-STRUCTURE: dict[str, Structure] = {
-    **dict.fromkeys(CALLS, call),
+STRUCTURE: dict[str, Rule] = {
+    **_walk.STRUCTURE,
     **dict.fromkeys(_IDENTITIES, lambda walk, pair, marks: marks),
-    "cond": cond,
     "scan": scan,
-    "while": while_loop,
 }
 """The rules of identities, calls and control flow, by name."""
 
@@ -309,7 +242,7 @@ def padding_leaks(call: Call, entry: BoundProgram, larger: Traced | str) -> list
     inputs = [CLEAN] * (variables + arrays) + data + [CLEAN] * counts
     try:
         marks = prove_padding(traced.jaxpr, larger.jaxpr, share_sizes(call), inputs)
-    except UndecidedError as error:
+    except (UndecidedError, RefsError) as error:
         return [("", Leak(str(error), False))]
     names = entry.output_names()
     leaks = ((names[k], _leak_of(call, entry, k, mark)) for k, mark in enumerate(marks))

@@ -86,7 +86,7 @@ _SUMS_OF_WINDOWS = ("reduce_window_sum", "select_and_scatter_add", "select_and_g
 
 def windows(pair: Pair, marks: list[Mark]) -> Mark:
     """Pooling, with windows of one row."""
-    sizes = [(pair.eqn.params.get(key), plain) for key, plain in _PLAIN_WINDOW.items()]
+    sizes = [(pair.params.get(key), plain) for key, plain in _PLAIN_WINDOW.items()]
     if any(size and size[dim] != plain for dim in pair.varying() for size, plain in sizes):
         raise UndecidedError("windows of several rows")
     is_linear = pair.name in _SUMS_OF_WINDOWS and not any(mark.may_be_nonfinite for mark in marks)
@@ -102,7 +102,7 @@ def windows(pair: Pair, marks: list[Mark]) -> Mark:
 
 def dot_general(pair: Pair, marks: list[Mark]) -> Mark:
     """Rows may be contracted if one factor is zero in the padding."""
-    contract, batch = pair.eqn.params["dimension_numbers"]
+    contract, batch = pair.params["dimension_numbers"]
     rows = [(a, b, k) for k, (a, b) in enumerate(zip(*batch, strict=True))]
     free = [
         (side, dim)
@@ -162,7 +162,7 @@ def _product_pad(pads: Sequence[Pad]) -> Pad:
 
 def convolution(pair: Pair, marks: list[Mark]) -> Mark:
     """A contraction of features, for each example."""
-    params, [image, kernel] = pair.eqn.params, marks
+    params, [image, kernel] = pair.params, marks
     numbers = params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     mixed = [image.at(d) for d in lhs[2:]] + [kernel.at(d) for d in rhs[2:]]
@@ -180,8 +180,8 @@ def convolution(pair: Pair, marks: list[Mark]) -> Mark:
 
 def gather(pair: Pair, marks: list[Mark]) -> Mark:
     """Reads from a table without rows, or for each row from that row."""
-    numbers, (operand, indices) = pair.eqn.params["dimension_numbers"], marks
-    sizes, lengths = pair.params("slice_sizes"), pair.operand(0)
+    numbers, (operand, indices) = pair.params["dimension_numbers"], marks
+    sizes, lengths = pair.both("slice_sizes"), pair.operand(0)
     dims = range(len(lengths[0]))
     aligned = _aligned_dims(
         numbers.operand_batching_dims, numbers.start_indices_batching_dims,
@@ -240,7 +240,7 @@ def _aligned_dims(
 
 def scatter(pair: Pair, marks: list[Mark]) -> Mark:
     """Each row is written to the same row, or padding adds zeros to a table."""
-    numbers, (operand, indices, updates) = pair.eqn.params["dimension_numbers"], marks
+    numbers, (operand, indices, updates) = pair.params["dimension_numbers"], marks
     adds = pair.name == "scatter-add"
     windows = list(numbers.update_window_dims)
     batch = [d for d in range(len(pair.operand(2)[0])) if d not in windows]
@@ -272,7 +272,7 @@ def scatter(pair: Pair, marks: list[Mark]) -> Mark:
 
 def psum(pair: Pair, marks: list[Mark]) -> list[Mark]:
     """Each row is summed with the rows of the other replicas at the same index."""
-    if any(isinstance(axis, int) for axis in pair.eqn.params["axes"]):
+    if any(isinstance(axis, int) for axis in pair.params["axes"]):
         raise UndecidedError("a sum over a dim as well")
     return [
         Mark(tuple(replace(r, pad=FINITE, data=True) for r in mark.rows))

@@ -58,7 +58,7 @@ def _constant_rows(pair: Pair, number: Any) -> tuple[Rows, ...]:
 
 def elementwise(pair: Pair, marks: list[Mark]) -> Mark:
     """Each entry is computed from those at the same index, and from scalars."""
-    params, first = pair.eqn.params, marks[0]
+    params, first = pair.params, marks[0]
     consts = [mark.const for mark in marks]
     const = None if any(c is None for c in consts) else evaluate(pair.name, params, consts)
     if const is None and pair.name in ("lt", "ge") and first.index is not None:
@@ -101,7 +101,7 @@ def _selected_pad(cases: list[Rows | None], pads: list[Pad]) -> Pad:
 
 def broadcast(pair: Pair, marks: list[Mark]) -> Mark:
     """New dims are uniform."""
-    mark, places = marks[0], [int(d) for d in pair.eqn.params["broadcast_dimensions"]]
+    mark, places = marks[0], [int(d) for d in pair.params["broadcast_dimensions"]]
     same = PURE if mark.const is None else known_pad(mark.const, is_pure=True)
     rows: list[Rows] = []
     for dim in pair.varying():
@@ -112,7 +112,7 @@ def broadcast(pair: Pair, marks: list[Mark]) -> Mark:
 
 def reshape(pair: Pair, marks: list[Mark]) -> Mark:
     """Rows stay rows if they keep their stride."""
-    if pair.eqn.params.get("dimensions") is not None:
+    if pair.params.get("dimensions") is not None:
         raise UndecidedError("transposed as well")
     [mark] = marks
     if mark.const is not None:
@@ -147,7 +147,7 @@ def _layout_along(
 
 def transpose(pair: Pair, marks: list[Mark]) -> Mark:
     """Dims are permuted."""
-    order = [int(d) for d in pair.eqn.params["permutation"]]
+    order = [int(d) for d in pair.params["permutation"]]
     return _moved(marks[0], {old: new for new, old in enumerate(order)})
 
 
@@ -169,7 +169,7 @@ def _moved(mark: Mark, places: dict[int, int]) -> Mark:
 
 def concatenate(pair: Pair, marks: list[Mark]) -> Mark:
     """Arrays of the same rows side by side, or whole shares one after the other."""
-    along = pair.eqn.params["dimension"]
+    along = pair.params["dimension"]
     column = _column(pair, marks, along)
 
     def pad(pads: list[Pad]) -> Pad:
@@ -202,7 +202,7 @@ def _column(pair: Pair, marks: Sequence[Mark], along: int) -> tuple[int, int] | 
 
 def stack(pair: Pair, marks: list[Mark]) -> Mark:
     """Arrays of the same rows along a new dim."""
-    axis = pair.eqn.params["axis"]
+    axis = pair.params["axis"]
     if axis in pair.varying():
         raise UndecidedError("as many arrays as rows")
     places = [(dim, dim - (dim > axis)) for dim in pair.varying()]
@@ -212,8 +212,8 @@ def stack(pair: Pair, marks: list[Mark]) -> Mark:
 
 def slice_(pair: Pair, marks: list[Mark]) -> Mark:
     """All rows, or complete shares, are kept; other dims may be cut."""
-    starts, limits = pair.params("start_indices"), pair.params("limit_indices")
-    strides = pair.eqn.params["strides"] or (1,) * len(starts[0])
+    starts, limits = pair.both("start_indices"), pair.both("limit_indices")
+    strides = pair.params["strides"] or (1,) * len(starts[0])
     rows: list[Rows] = []
     for dim, stride in enumerate(strides):
         cut = [(starts[k][dim], limits[k][dim]) for k in (0, 1)]
@@ -223,10 +223,10 @@ def slice_(pair: Pair, marks: list[Mark]) -> Mark:
 
 def split(pair: Pair, marks: list[Mark]) -> list[Mark]:
     """Slices along one dim."""
-    axis, sizes, [mark] = pair.eqn.params["axis"], pair.params("sizes"), marks
+    axis, sizes, [mark] = pair.params["axis"], pair.both("sizes"), marks
     others = [r for r in mark.rows if r.dim != axis]
     outs = []
-    for k in range(len(pair.eqn.outvars)):
+    for k in range(len(pair.outvars)):
         cut = [(int(sum(s[:k])), int(sum(s[: k + 1]))) for s in sizes]
         new = _cut_rows(pair, mark.at(axis), axis, cut, 1)
         outs.append(Mark(tuple(sorted(others + new, key=lambda r: r.dim)), mark.const))
@@ -257,7 +257,7 @@ def _cut_rows(
 def pad(pair: Pair, marks: list[Mark]) -> Mark:
     """Along rows only complete shares are added, as by the gradient of a slice of shares."""
     mark, value = marks
-    configs = pair.params("padding_config")
+    configs = pair.both("padding_config")
     if all(tuple(c) == (0, 0, 0) for of_trace in configs for c in of_trace):
         return Mark(mark.rows, mark.const)
     rows: list[Rows] = []
@@ -282,7 +282,7 @@ def pad(pair: Pair, marks: list[Mark]) -> Mark:
 def dynamic_slice(pair: Pair, marks: list[Mark]) -> Mark:
     """All rows are kept; along other dims the size does not depend on the share."""
     mark, (shape, other) = marks[0], pair.operand(0)
-    for dim, size in enumerate(zip(*pair.params("slice_sizes"), strict=True)):
+    for dim, size in enumerate(zip(*pair.both("slice_sizes"), strict=True)):
         if size != (shape[dim], other[dim]) if mark.at(dim) else size[0] != size[1]:
             raise UndecidedError("some rows")
     return Mark(mark.rows, mark.const)
@@ -298,7 +298,7 @@ def dynamic_update_slice(pair: Pair, marks: list[Mark]) -> Mark:
 
 def iota(pair: Pair, marks: list[Mark]) -> Mark:
     """Indices along one dim."""
-    along, varying = pair.eqn.params["dimension"], pair.varying()
+    along, varying = pair.params["dimension"], pair.varying()
     layouts = {along: (1, pair.out()[0][along] // pair.shares[0])}
     rows = (Rows(dim, *layouts.get(dim, (0, 0)), FINITE, data=False) for dim in varying)
     return Mark(tuple(rows), index=along if along in varying else None)

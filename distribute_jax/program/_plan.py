@@ -28,8 +28,7 @@ from distribute_jax.program._aggregation import (
 )
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._remarks import Notice, remarks
-from distribute_jax.program._replication import prove
-from distribute_jax.program._replication_rules import MIRRORED, Mark
+from distribute_jax.program._replication import MIRRORED, Mark, prove
 from distribute_jax.program._trace import Call, Traced, state_outputs
 from distribute_jax.variables import Variable, VariableAggregation
 

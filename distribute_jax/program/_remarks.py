@@ -20,9 +20,16 @@ from distribute_jax.collectives._markers import part_of_mean_p
 from distribute_jax.program._aggregation import MERGE_BY_TYPE, Combine, is_sum_of_old
 from distribute_jax.program._jaxprs import equations, line, names_axis, user_line, variables
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._replication import Walk
-from distribute_jax.program._replication_rules import MIRRORED, RULES, Control, Mark, Ref, union
+from distribute_jax.program._replication import (
+    MIRRORED,
+    RULES,
+    Mark,
+    Ref,
+    ReplicationWalk,
+    union,
+)
 from distribute_jax.program._trace import Call, Traced, state_outputs
+from distribute_jax.program._walk import Marks
 from distribute_jax.variables import Variable, VariableAggregation
 
 _SUM = VariableAggregation.SUM
@@ -157,7 +164,7 @@ def _equal_notices(
         if isinstance(variable, nnx.RngState):
             marks[starts[k] : starts[k + 1]] = [_STREAM] * (starts[k + 1] - starts[k])
     walk = _EqualWalk(num_replicas(call.mesh), max(rows, default=0))
-    walk.run(traced.jaxpr, marks, Control())
+    walk.run(traced.jaxpr, marks)
     yield from (Notice(_SEEDED, (at,), at) for at in sorted(walk.seeds))
     yield from (Notice(_EQUAL_ROWS, (at,), at) for at in sorted(walk.draws))
     lines = walk.equal_reductions()
@@ -253,10 +260,10 @@ class Parts:
     """The lines of callbacks that get a part, with the line that made the part."""
 
 
-class _RemarkWalk(Walk):
+class _RemarkWalk(ReplicationWalk):
     """Ignores collectives, for which the proof has passed."""
 
-    def meet(self, eqn: Any, control: Control) -> None:
+    def meet(self, eqn: Any) -> None:
         """Does nothing."""
 
 
@@ -265,7 +272,7 @@ def parts_of_means(jaxpr: Any, replicas: int) -> Parts | None:
     if not any(eqn.primitive is part_of_mean_p for eqn in equations(jaxpr.jaxpr)):
         return None
     walk = _PartWalk(replicas)
-    outs = walk.run(jaxpr, [MIRRORED] * len(jaxpr.jaxpr.invars), Control())
+    outs = walk.run(jaxpr, [MIRRORED] * len(jaxpr.jaxpr.invars))
     return Parts([_parts(mark) for mark in outs], sorted(walk.callbacks))
 
 
@@ -276,7 +283,7 @@ class _PartWalk(_RemarkWalk):
         super().__init__(axis_size)
         self.callbacks: set[tuple[str, str]] = set()
 
-    def apply(self, eqn: Any, marks: list[Any], control: Control) -> list[Mark]:
+    def apply(self, eqn: Any, marks: Marks) -> Marks:
         name = eqn.primitive.name
         if eqn.primitive is part_of_mean_p:
             return [frozenset({Part(line(eqn))})]
@@ -290,7 +297,7 @@ class _PartWalk(_RemarkWalk):
         if name in _SHAPES and len(eqn.invars) == 1 and not parts:
             number = _number(eqn.invars[0], marks[0])
             return [MIRRORED if number is None else frozenset({_Constant(number)})]
-        outs = super().apply(eqn, marks, control)
+        outs = super().apply(eqn, marks)
         if name in RULES:
             return outs
         mark = self._mark_of_parts(name, eqn, marks) if parts else MIRRORED
@@ -351,7 +358,7 @@ class _EqualWalk(_RemarkWalk):
         self._operands = MIRRORED
         self._reductions: dict[int, tuple[Any, Mark]] = {}
 
-    def apply(self, eqn: Any, marks: list[Any], control: Control) -> list[Mark]:
+    def apply(self, eqn: Any, marks: Marks) -> Marks:
         # A value from a stream keeps its mark alone, also after the replica id is folded in.
         marks = [m if isinstance(m, Ref) or not m >= _STREAM else _STREAM for m in marks]
         self._operands = mark = union(marks)
@@ -365,7 +372,7 @@ class _EqualWalk(_RemarkWalk):
                 # rng_bit_generator returns the numbers after the key.
                 if not mark and self.rows > 1 and self.rows in eqn.outvars[-1].aval.shape[:1]:
                     self.draws.add(self._line())
-            outs = super().apply(eqn, marks, control)
+            outs = super().apply(eqn, marks)
         finally:
             self._enclosing.pop()
         return outs
@@ -375,7 +382,7 @@ class _EqualWalk(_RemarkWalk):
         known = (user_line(eqn) for eqn in reversed(self._enclosing))
         return next(filter(None, known), "an unknown line")
 
-    def meet(self, eqn: Any, control: Control) -> None:
+    def meet(self, eqn: Any) -> None:
         """Notes the collective, with all marks that it gets while loops are walked again."""
         _, before = self._reductions.get(id(eqn), (eqn, MIRRORED))
         self._reductions[id(eqn)] = eqn, union([before, self._operands])

@@ -1,8 +1,9 @@
 """The proof of sync: which values of a traced step are equal on all replicas.
 
 An abstract interpreter of the jaxpr gives each value a mark: empty if the value is proved mirrored,
-else the sources that may make it differ, in words. What it does not know counts as a source, so a
-missing rule gives a false alarm and never a false proof.
+else the sources that may make it differ, in words. A rule for each primitive returns the marks of the
+results. What it does not know counts as a source, so a missing rule gives a false alarm and never a false
+proof.
 
 Mirrored means bitwise equal, provided that a device computes the same result from the same operands
 every time. XLA on GPUs does not for scatter-add, unless ``--xla_gpu_deterministic_ops`` is set.
@@ -10,31 +11,29 @@ every time. XLA on GPUs does not for scatter-add, unless ``--xla_gpu_determinist
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, Literal, Primitive, primitives
+from jax.extend.core import Jaxpr, Primitive, primitives
 
 from distribute_jax._errors import DeadlockError, OutOfSyncError, log_once
 from distribute_jax._mesh import DATA
 from distribute_jax.collectives._markers import mirrored_p, part_of_mean_p, unreduced_p
-from distribute_jax.program._jaxprs import ClosedJaxpr, collectives, is_ref, line, name, open_jaxpr
-from distribute_jax.program._replication_rules import (
-    MIRRORED,
-    RULES,
-    Control,
-    Mark as Mark,
-    Marks,
-    Ref,
-    call,
-    cond,
-    mixed,
-    scan,
-    union,
-    while_loop,
+from distribute_jax.program import _walk
+from distribute_jax.program._jaxprs import (
+    CALLS,
+    ClosedJaxpr,
+    collectives,
+    is_ref,
+    line,
+    name,
+    open_jaxpr,
 )
+from distribute_jax.program._walk import STRUCTURE, Marks, Rule, Walk
 
 DEADLOCK = """\
 {collective} over "{axis}" may hang: not every replica is sure to reach it.
@@ -59,179 +58,211 @@ _ZEROS = (
 )
 
 
-class Proof(NamedTuple):
-    """What is known of a per-replica program."""
+Mark = frozenset[str]
+"""Why a value may differ between replicas, in words. Empty: it is proved mirrored."""
 
-    marks: list[Mark]
-    """For each output why it may differ, as ``axis_index at train.py:12``; empty if it is proved mirrored."""
-    diverging: tuple[str, ...]
-    """Branches and loops that replicas may run differently, as ``the trip count of while at train.py:15``."""
+MIRRORED: Mark = frozenset()
 
 
-def prove(jaxpr: Any, in_marks: Sequence[Mark], *, axis_size: int) -> Proof:
-    """Proves which outputs of a per-replica program are mirrored, given the marks of its inputs.
+class Ref:
+    """The mark of a mutable reference: that of its content, which only grows."""
 
-    Raises:
-        DeadlockError: some replicas may skip a collective.
-        OutOfSyncError: gradients that are about to be summed are mirrored already.
-    """
-    walk = Walk(axis_size)
-    outs = walk.run(jaxpr, in_marks, Control())
-    walk.check_unreduced(jaxpr)
-    return Proof(outs, tuple(walk.diverging))
+    def __init__(self, content: Mark) -> None:
+        self.content = content
+
+    def __bool__(self) -> bool:
+        return bool(self.content)
 
 
-Marked = tuple[Any, list[Mark], list[Mark]]
-"""An equation, with the marks of its operands and of its results."""
+def union(marks: Iterable[Any]) -> Mark:
+    """Returns the mark of a value that depends on all the marked values."""
+    result = MIRRORED
+    for mark in contents(marks):
+        if mark:
+            result = result | mark if result else mark
+    return result
 
 
-class Walk:
-    """The abstract interpreter."""
-
-    def __init__(self, axis_size: int) -> None:
-        self.axis_size = axis_size
-        # Values hold the bodies, so that no id is reused.
-        self._cache: dict[Any, tuple[Any, list[Mark]]] = {}
-        # Checked at the end: marks grow while a loop is walked again.
-        self._unreduced: dict[int, tuple[Any, Mark]] = {}
-        self.diverging: dict[str, None] = {}
-
-    def run(self, body: Any, marks: Marks, control: Control) -> list[Mark]:
-        """Returns the marks of the outputs of ``body``."""
-        if control.mark:
-            self.diverging[control.what] = None
-        if any(isinstance(mark, Ref) for mark in marks):  # to which it may write
-            return self._run(body, marks, control)
-        key = id(body), tuple(marks), control
-        if key not in self._cache:
-            self._cache[key] = body, self._run(body, marks, control)
-        return self._cache[key][1]
-
-    def _run(self, body: Any, marks: Marks, control: Control) -> list[Mark]:
-        jaxpr = open_jaxpr(body)
-        if jaxpr.constvars and not isinstance(body, ClosedJaxpr):
-            raise ValueError("an open jaxpr has constants without values")
-        env = {
-            var: Ref(mark) if is_ref(var) and not isinstance(mark, Ref) else mark
-            for var, mark in zip(jaxpr.invars, marks, strict=True)
-        }
-        for var, value in zip(jaxpr.constvars, getattr(body, "consts", ()), strict=True):
-            # Several bodies may hold the same captured ref, and write to it.
-            captured = Ref(frozenset({"a captured ref"})) if is_ref(var) else None
-            env[var] = captured or self.constant(value)
-
-        for _ in self.equations(jaxpr, env, control):
-            pass
-        return [self._read(v, env) for v in jaxpr.outvars]
-
-    def equations(self, jaxpr: Any, env: dict[Any, Any], control: Control) -> Iterator[Marked]:
-        """Yields each equation with the marks of its operands and results, which are added to ``env``."""
-        for eqn in jaxpr.eqns:
-            operands = [self._read(v, env) for v in eqn.invars]
-            outs = self.apply(eqn, operands, control)
-            env.update(zip(eqn.outvars, outs, strict=True))
-            yield eqn, operands, outs
-
-    def _read(self, atom: Any, env: dict[Any, Any]) -> Any:
-        return self.constant(atom.val) if isinstance(atom, Literal) else env[atom]
-
-    def constant(self, value: Any) -> Mark:
-        return MIRRORED
-
-    def apply(self, eqn: Any, marks: list[Any], control: Control) -> list[Mark]:
-        """Returns the marks after one equation."""
-        if eqn.primitive is mirrored_p:
-            return [MIRRORED]
-        if eqn.primitive is part_of_mean_p:
-            return marks
-        if eqn.primitive is unreduced_p:
-            _, before = self._unreduced.get(id(eqn), (eqn, MIRRORED))
-            self._unreduced[id(eqn)] = eqn, union([before, *marks])
-            return marks
-        rule = RULES.get(eqn.primitive.name)
-        if rule is None:
-            outs = mixed(eqn, marks) if _is_plain(eqn) else None
-        else:
-            try:
-                outs = rule(self, eqn, marks, control)
-            except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-                outs = None  # a form of another JAX version
-        if outs is None or len(outs) != len(eqn.outvars):
-            return self._opaque(eqn, marks, control)
-        return outs
-
-    def _opaque(self, eqn: Any, marks: list[Any], control: Control) -> list[Mark]:
-        """Returns the marks after an unknown equation, which may write anything to its refs."""
-        if control.mark:
-            for collective in collectives(eqn, DATA):
-                self.meet(collective, control)
-        kind = name(eqn) if eqn.primitive.name in _SOURCES else f"{name(eqn)} (opaque)"
-        mark = union([*marks, control.mark]) | {f"{kind} at {line(eqn)}"}
-        for ref in marks:
-            if isinstance(ref, Ref):
-                ref.content |= mark
-        return [mark] * len(eqn.outvars)
-
-    def check_unreduced(self, jaxpr: Any) -> None:
-        """Raises if values about to be summed are mirrored already; only logs if they are all zero."""
-        if self.axis_size == 1:
-            return
-        for eqn, mark in self._unreduced.values():
-            if mark:
-                continue
-            if not _ZeroWalk(self.axis_size, eqn).finds_zeros(jaxpr):
-                raise OutOfSyncError(REDUCED.format(where=line(eqn), replicas=self.axis_size))
-            log_once(_ZEROS, line(eqn), about=line(eqn))
-
-    def meet(self, eqn: Any, control: Control) -> None:
-        """Raises DeadlockError unless every replica is sure to reach the collective ``eqn``."""
-        if control.mark:
-            message = DEADLOCK.format(
-                collective=name(eqn),
-                axis=DATA,
-                where=line(eqn, full_path=True),
-                what=control.what,
-                sources=", ".join(sorted(control.mark)),
-            )
-            raise DeadlockError(message)
+def contents(marks: Iterable[Any]) -> list[Mark]:
+    """Returns the marks of values, and of what refs contain now."""
+    return [mark.content if isinstance(mark, Ref) else mark for mark in marks]
 
 
-_KEEPS_ZEROS = frozenset({
-    "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy",
-    "mirrored", "neg", "optimization_barrier", "part_of_mean", "reduce_sum", "reshape", "squeeze",
-    "stop_gradient", "sub", "transpose", "unreduced",
-})  # fmt: skip
-"""Operations that return zeros for zeros."""
+@dataclass(frozen=True)
+class Control:
+    """The predicates and trip counts that decide whether, and how often, code runs."""
 
-_NOT_ZERO: Mark = frozenset({"not zero"})
+    mark: Mark = MIRRORED
+    """Why replicas may decide differently. Empty: they all run it."""
+    what: str = ""
+    """The innermost one that may differ, such as ``the predicate of cond at train.py:12``."""
+
+    def inside(self, mark: Mark, role: str, eqn: Any) -> Control:
+        """Returns the control of a body that a value with this mark decides about."""
+        if not mark:
+            return self
+        return Control(self.mark | mark, f"{role} of {name(eqn)} at {line(eqn)}")
 
 
-class _ZeroWalk(Walk):
-    """Interprets with marks of values that may not be zero."""
+def mixed(eqn: Any, marks: Marks) -> Marks:
+    """Returns the marks if every output depends on all operands."""
+    return [union(marks)] * len(eqn.outvars)
 
-    def __init__(self, axis_size: int, target: Any) -> None:
-        super().__init__(axis_size)
-        self._target = target
-        self._operands: list[Mark] = []
 
-    def finds_zeros(self, jaxpr: Any) -> bool:
-        """True if all operands of the target equation are zeros wherever it runs."""
-        self.run(jaxpr, [_NOT_ZERO] * len(jaxpr.jaxpr.invars), Control())
-        return bool(self._operands) and not any(self._operands)
+# Collectives
 
-    def constant(self, value: Any) -> Mark:
-        return _NOT_ZERO if isinstance(value, jax.Array) or np.any(value) else MIRRORED
+_REDUCTION_PARAMS = {
+    *("axes", "axis_name", "axis_index_groups", "axis_size"),
+    *("all_gather_dimension", "tiled", "source"),
+}
 
-    def apply(self, eqn: Any, marks: list[Any], control: Control) -> list[Mark]:
-        kind = eqn.primitive.name
-        if eqn is self._target:
-            self._operands.append(union(marks))
-        if RULES.get(kind) in (call, cond, scan, while_loop):
-            return super().apply(eqn, marks, control)
-        mark = union(marks) if kind in _KEEPS_ZEROS else _NOT_ZERO
-        if kind in ("mul", "div"):
-            mark = marks[0] if kind == "div" else marks[0] and marks[1]
-        return [mark] * len(eqn.outvars)
+
+def axis_names(eqn: Any) -> tuple[str | int, ...]:
+    """Returns the axes of a collective; integers are dims of its operand."""
+    axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+    names = axes if isinstance(axes, tuple) else (axes,)
+    if not all(isinstance(axis, str | int) for axis in names):
+        raise TypeError(f"unknown form of axis names: {axes!r}")
+    return names
+
+
+def _is_one_group(groups: Any, axis_size: int) -> bool:
+    """True if one group has all replicas."""
+    return groups is None or [sorted(g) for g in groups] == [list(range(axis_size))]
+
+
+def reduction(walk: Any, eqn: Any, marks: Marks) -> Marks | None:
+    """All replicas get the same result, unless they are divided into groups."""
+    names = axis_names(eqn)
+    if not set(eqn.params) <= _REDUCTION_PARAMS:
+        return None
+    if DATA not in names:
+        return mixed(eqn, marks)
+    groups = eqn.params.get("axis_index_groups")
+    if groups is not None and (len(names) > 1 or not _is_one_group(groups, walk.axis_size)):
+        return exchange(walk, eqn, marks)
+    walk.meet(eqn)
+    return [MIRRORED] * len(eqn.outvars)
+
+
+def exchange(walk: Any, eqn: Any, marks: Marks) -> Marks | None:
+    """Each replica gets another part, even of a mirrored value."""
+    if DATA not in axis_names(eqn):
+        return mixed(eqn, marks)
+    walk.meet(eqn)
+    return [union(marks) | {f"{name(eqn)} at {line(eqn)}"}] * len(eqn.outvars)
+
+
+def axis_index(walk: Any, eqn: Any, marks: Marks) -> Marks | None:
+    """The replica id: a source, but not a collective."""
+    if DATA in axis_names(eqn):
+        return [frozenset({f"axis_index at {line(eqn)}"})]
+    return [MIRRORED]
+
+
+# Refs
+
+
+def new_ref(walk: Any, eqn: Any, marks: Marks) -> Marks | None:
+    """Its content is a value."""
+    return [Ref(union(marks))]
+
+
+def read(walk: Any, eqn: Any, marks: Marks) -> Marks | None:
+    """The content of a ref depends on what it was made from; what is read, also on the index."""
+    return mixed(eqn, marks)
+
+
+def write(walk: Any, eqn: Any, marks: Marks) -> Marks | None:
+    """The content depends on the value, the index, and on whether the write happens."""
+    ref, _, *index = marks
+    outs = mixed(eqn, [ref, *index])
+    ref.content |= union([*marks, walk.control.mark])
+    return outs
+
+
+def run_state(walk: Any, eqn: Any, marks: Marks) -> Marks | None:
+    """The operands become refs, the body runs on them, and their content is returned."""
+    if not all(eqn.params["is_initialized"]):
+        return None
+    refs = list(map(Ref, contents(marks)))
+    walk.run(eqn.params["jaxpr"], refs)
+    return contents(refs)
+
+
+# Calls
+
+
+def call(walk: Any, eqn: Any, marks: Marks) -> Marks | None:
+    """The body runs once, on the operands."""
+    return None if "axis_name" in eqn.params else _walk.call(walk, eqn, marks)
+
+
+def cross_device_sum(walk: Any, eqn: Any, marks: Marks) -> Marks | None:
+    """A ``CrossDeviceOps`` of this library, proved by its trace."""
+    # Reported as a whole: the equations of the trace do not have the user's line.
+    walk.meet(eqn)
+    return call(walk, eqn, marks)
+
+
+def shard_map(walk: Any, eqn: Any, marks: Marks) -> Marks | None:
+    """A call, unless it binds the axis of the replicas again: then its collectives are over another."""
+    bound = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes"))
+    return None if bound is None or DATA in bound else call(walk, eqn, marks)
+
+
+def linear_solve(walk: Any, eqn: Any, marks: Marks) -> Marks | None:
+    """Only ``solve`` runs; the other functions are for derivatives."""
+    lengths = eqn.params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    consts = marks[start : start + lengths.solve]
+    rhs = marks[start + lengths.solve + lengths.transpose_solve :]
+    return walk.run(eqn.params["jaxprs"].solve, consts + rhs)
+
+
+def combine(walk: Any, eqn: Any, marks: Marks) -> Marks | None:
+    """A reduction or scatter with a scalar function, which must have no source in it."""
+    bodies = (p for p in eqn.params.values() if isinstance(p, Jaxpr | ClosedJaxpr))
+    outs = [walk.run(body, [MIRRORED] * len(body.invars)) for body in bodies]
+    return None if any(map(union, outs)) else mixed(eqn, marks)
+
+
+def barrier(walk: Any, eqn: Any, marks: Marks) -> Marks | None:
+    """Each output is one operand."""
+    return list(marks) if len(marks) == len(eqn.outvars) else None
+
+
+def hi_primitive(walk: Any, eqn: Any, marks: Marks) -> Marks | None:
+    """JAX 0.12 traces some functions of ``jax.numpy`` (searchsorted, nonzero) to such equations."""
+    if eqn.effects or not type(eqn.params["_prim"]).__module__.startswith("jax._src.numpy."):
+        return None
+    return mixed(eqn, marks)
+
+
+_REDUCTIONS = ("psum", "psum_invariant", "pmax", "pmin", "pbroadcast")
+_GATHERS = ("all_gather", "all_gather_invariant")
+_EXCHANGES = ("ppermute", "all_to_all", "ragged_all_to_all", "reduce_scatter", "psend", "precv")
+_COMBINES = ("reduce", "reduce_window", "select_and_scatter")
+_SCATTERS = tuple("scatter" + kind for kind in ("", "-add", "-sub", "-mul", "-min", "-max"))
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(_REDUCTIONS + _GATHERS, reduction),
+    **dict.fromkeys(_EXCHANGES, exchange),
+    "axis_index": axis_index,
+    "new_ref": new_ref,
+    **dict.fromkeys(("get", "freeze", "free_ref"), read),
+    **dict.fromkeys(("swap", "addupdate"), write),
+    "run_state": run_state,
+    **STRUCTURE,
+    **dict.fromkeys(CALLS, call),
+    "cross_device_sum": cross_device_sum,
+    "shard_map": shard_map,
+    "custom_linear_solve": linear_solve,
+    **dict.fromkeys(_COMBINES + _SCATTERS, combine),
+    "optimization_barrier": barrier,
+    "call_hi_primitive": hi_primitive,
+}
+"""The rules by the primitive's name."""
 
 
 _SOURCES = frozenset({
@@ -262,3 +293,164 @@ def _is_plain(eqn: Any) -> bool:
     if not known or eqn.effects or "axis_name" in eqn.params:
         return False
     return not any(isinstance(p, (Jaxpr, ClosedJaxpr)) for p in eqn.params.values())
+
+
+class Proof(NamedTuple):
+    """What is known of a per-replica program."""
+
+    marks: list[Mark]
+    """For each output why it may differ, as ``axis_index at train.py:12``; empty if it is proved mirrored."""
+    diverging: tuple[str, ...]
+    """Branches and loops that replicas may run differently, as ``the trip count of while at train.py:15``."""
+
+
+def prove(jaxpr: Any, in_marks: Sequence[Mark], *, axis_size: int) -> Proof:
+    """Proves which outputs of a per-replica program are mirrored, given the marks of its inputs.
+
+    Raises:
+        DeadlockError: some replicas may skip a collective.
+        OutOfSyncError: gradients that are about to be summed are mirrored already.
+    """
+    walk = ReplicationWalk(axis_size)
+    outs = walk.run(jaxpr, list(in_marks))
+    walk.check_unreduced(jaxpr)
+    return Proof(outs, tuple(walk.diverging))
+
+
+class ReplicationWalk(Walk):
+    """The abstract interpreter."""
+
+    def __init__(self, axis_size: int) -> None:
+        super().__init__()
+        self.axis_size = axis_size
+        self.control = Control()
+        # Checked at the end: marks grow while a loop is walked again.
+        self._unreduced: dict[int, tuple[Any, Mark]] = {}
+        self.diverging: dict[str, None] = {}
+
+    def constant(self, value: Any) -> Mark:
+        return MIRRORED
+
+    def joined(self, eqn: Any, one: Mark, other: Mark) -> Mark:
+        return union([one, other])
+
+    def decided(self, eqn: Any, by: Mark, outs: Marks) -> Marks:
+        return [union([by, out]) for out in outs]
+
+    @contextmanager
+    def inside(self, eqn: Any, by: Mark, role: str) -> Iterator[None]:
+        before, self.control = self.control, self.control.inside(by, role, eqn)
+        try:
+            yield
+        finally:
+            self.control = before
+
+    def run(self, body: Any, marks: Marks) -> Marks:
+        if self.control.mark:
+            self.diverging[self.control.what] = None
+        writes = any(isinstance(mark, Ref) for mark in marks)
+        return self.outputs(body, marks) if writes else super().run(body, marks)
+
+    def key(self, body: Any) -> Any:
+        return id(body), self.control
+
+    def state(self, marks: Marks) -> Any:
+        return contents(marks)
+
+    def start(self, body: Any, marks: Marks) -> dict[Any, Any]:
+        env = super().start(body, marks)
+        # Several bodies may hold the same captured ref, and write to it.
+        env |= dict.fromkeys(
+            filter(is_ref, open_jaxpr(body).constvars), frozenset({"a captured ref"})
+        )
+        refs = (var for var, mark in env.items() if is_ref(var) and not isinstance(mark, Ref))
+        return env | {var: Ref(env[var]) for var in refs}
+
+    def apply(self, eqn: Any, marks: Marks) -> Marks:
+        """Returns the marks after one equation."""
+        if eqn.primitive is mirrored_p:
+            return [MIRRORED]
+        if eqn.primitive is part_of_mean_p:
+            return marks
+        if eqn.primitive is unreduced_p:
+            _, before = self._unreduced.get(id(eqn), (eqn, MIRRORED))
+            self._unreduced[id(eqn)] = eqn, union([before, *marks])
+            return marks
+        if rule := RULES.get(eqn.primitive.name):
+            outs = self.by_rule(rule, eqn, marks)
+        else:
+            outs = mixed(eqn, marks) if _is_plain(eqn) else None
+        return self._opaque(eqn, marks) if outs is None else outs
+
+    def _opaque(self, eqn: Any, marks: Marks) -> Marks:
+        """Returns the marks after an unknown equation, which may write anything to its refs."""
+        if self.control.mark:
+            for collective in collectives(eqn, DATA):
+                self.meet(collective)
+        kind = name(eqn) if eqn.primitive.name in _SOURCES else f"{name(eqn)} (opaque)"
+        mark = union([*marks, self.control.mark]) | {f"{kind} at {line(eqn)}"}
+        for ref in marks:
+            if isinstance(ref, Ref):
+                ref.content |= mark
+        return [mark] * len(eqn.outvars)
+
+    def check_unreduced(self, jaxpr: Any) -> None:
+        """Raises if values about to be summed are mirrored already; only logs if they are all zero."""
+        if self.axis_size == 1:
+            return
+        for eqn, mark in self._unreduced.values():
+            if mark:
+                continue
+            if not _ZeroWalk(self.axis_size, eqn).finds_zeros(jaxpr):
+                raise OutOfSyncError(REDUCED.format(where=line(eqn), replicas=self.axis_size))
+            log_once(_ZEROS, line(eqn), about=line(eqn))
+
+    def meet(self, eqn: Any) -> None:
+        """Raises DeadlockError unless every replica is sure to reach the collective ``eqn``."""
+        if self.control.mark:
+            message = DEADLOCK.format(
+                collective=name(eqn),
+                axis=DATA,
+                where=line(eqn, full_path=True),
+                what=self.control.what,
+                sources=", ".join(sorted(self.control.mark)),
+            )
+            raise DeadlockError(message)
+
+
+_KEEPS_ZEROS = frozenset({
+    "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy",
+    "mirrored", "neg", "optimization_barrier", "part_of_mean", "reduce_sum", "reshape", "squeeze",
+    "stop_gradient", "sub", "transpose", "unreduced",
+})  # fmt: skip
+"""Operations that return zeros for zeros."""
+
+_NOT_ZERO: Mark = frozenset({"not zero"})
+
+
+class _ZeroWalk(ReplicationWalk):
+    """Interprets with marks of values that may not be zero."""
+
+    def __init__(self, axis_size: int, target: Any) -> None:
+        super().__init__(axis_size)
+        self._target = target
+        self._operands: list[Mark] = []
+
+    def finds_zeros(self, jaxpr: Any) -> bool:
+        """True if all operands of the target equation are zeros wherever it runs."""
+        self.run(jaxpr, [_NOT_ZERO] * len(jaxpr.jaxpr.invars))
+        return bool(self._operands) and not any(self._operands)
+
+    def constant(self, value: Any) -> Mark:
+        return _NOT_ZERO if isinstance(value, jax.Array) or np.any(value) else MIRRORED
+
+    def apply(self, eqn: Any, marks: Marks) -> Marks:
+        kind = eqn.primitive.name
+        if eqn is self._target:
+            self._operands.append(union(marks))
+        if kind in STRUCTURE:
+            return super().apply(eqn, marks)
+        mark = union(marks) if kind in _KEEPS_ZEROS else _NOT_ZERO
+        if kind in ("mul", "div"):
+            mark = marks[0] if kind == "div" else marks[0] and marks[1]
+        return [mark] * len(eqn.outvars)

@@ -50,8 +50,8 @@ from distribute_jax.program._jaxprs import (
 )
 from distribute_jax.program._lowerings import Compiled, FlatStep, compile_for_mesh
 from distribute_jax.program._placement import share_sharding, share_spec
-from distribute_jax.program._replication import Marked, Walk
-from distribute_jax.program._replication_rules import MIRRORED, Control, Mark
+from distribute_jax.program._replication import MIRRORED, Mark, ReplicationWalk
+from distribute_jax.program._walk import Marked
 
 _S = TypeVar("_S", bound="SplitStep")
 
@@ -210,7 +210,7 @@ class SplitStep:
         outs = zip(self.jaxpr.outvars, mirrored, strict=True)
         self.per_replica = set(variables(v for v, same in outs if not same))
         self._needed = set(self.per_replica)
-        self._sort(list(Walk(num_replicas(mesh)).equations(self.jaxpr, self._marks, Control())))
+        self._sort(list(ReplicationWalk(num_replicas(mesh)).equations(self.jaxpr, self._marks)))
         self.passed = self._passed()
         """The values that pass from the first half to the second, by variable of the jaxpr."""
         first = [*self._first, *self._sums]
