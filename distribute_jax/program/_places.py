@@ -118,8 +118,7 @@ class IdentityGuard:
 
     def __init__(self) -> None:
         self._iterables: list[Iterable[Any]] = []
-        self._items: dict[tuple[int, str], dict[Any, Any]] = {}
-        self._class_items: dict[tuple[int, str], types.MappingProxyType[str, Any]] = {}
+        self._items: dict[tuple[int, str], Callable[[str], Any]] = {}
         self.owners: list[Any] = []
         self._names: list[str] = []
         self._variables: list[Any] = []
@@ -146,11 +145,11 @@ class IdentityGuard:
 
     def add_item(self, table: dict[Any, Any], key: str) -> None:
         """Guards one entry of a dict: a global, or an attribute of a plain object."""
-        self._items[id(table), key] = table
+        self._items[id(table), key] = table.get
 
     def add_class_item(self, owner: type, key: str) -> None:
         """Guards one attribute in the class that defines it, or would if it were assigned."""
-        self._class_items[id(owner), key] = vars(owner)
+        self._items[id(owner), key] = vars(owner).get
 
     def add_attribute(self, owner: Any, name: str) -> None:
         """Guards an attribute that is not in a dict, as in a slot."""
@@ -178,19 +177,15 @@ class IdentityGuard:
 
     def seal(self) -> None:
         """Prepares the lists that ``read`` maps over, once everything is added."""
-        self._item_tables, self._keys = list(self._items.values()), [key for _, key in self._items]
-        self._class_tables = list(self._class_items.values())
-        self._class_keys = [key for _, key in self._class_items]
+        self._getters, self._keys = list(self._items.values()), [key for _, key in self._items]
         self._sizes = list(map(len, self._tables))
         self._metadata = metadata_entries(self._variables)
 
     def read(self) -> list[Any]:
         """Returns every guarded object that is there now."""
         now = list(chain.from_iterable(self._iterables))
-        if self._item_tables:
-            now += map(dict.get, self._item_tables, self._keys)
-        if self._class_tables:
-            now += map(types.MappingProxyType.get, self._class_tables, self._class_keys)
+        if self._getters:
+            now += map(operator.call, self._getters, self._keys)
         if self.owners:
             now += map(getattr, self.owners, self._names, repeat(UNASSIGNED))
         if self._with_metadata:

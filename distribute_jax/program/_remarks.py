@@ -111,9 +111,6 @@ def remarks(
     notices = list(_equal_notices(call, traced, in_marks, combine))
     notices += _summed_old_values(call, traced)
     notices += _lost_updates(traced, in_marks)
-    results = len(traced.jaxpr.jaxpr.outvars) - len(combine)
-    if parts is None:
-        return tuple(notices), (False,) * results
     notices += [Notice(_PART_IN_CALLBACK, where, where[0]) for where in parts.callbacks]
     if options.check_sync:
         notices += _parts_in_state(call, traced, parts, combine)
@@ -267,10 +264,10 @@ class _RemarkWalk(ReplicationWalk):
         """Does nothing."""
 
 
-def parts_of_means(jaxpr: Any, replicas: int) -> Parts | None:
-    """Follows the results of ``compute_average_loss``; None if the program does not call it."""
+def parts_of_means(jaxpr: Any, replicas: int) -> Parts:
+    """Follows the results of ``compute_average_loss``."""
     if not any(eqn.primitive is part_of_mean_p for eqn in equations(jaxpr.jaxpr)):
-        return None
+        return Parts([frozenset()] * len(jaxpr.jaxpr.outvars), [])
     walk = _PartWalk(replicas)
     outs = walk.run(jaxpr, [MIRRORED] * len(jaxpr.jaxpr.invars))
     return Parts([_parts(mark) for mark in outs], sorted(walk.callbacks))
