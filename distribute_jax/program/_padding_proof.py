@@ -93,7 +93,8 @@ class PaddingWalk(Walk):
         """Returns the marks of the outputs of a jaxpr, given those of its inputs.
 
         Raises:
-            UndecidedError: the traces are different programs, or have refs.
+            UndecidedError: the traces are different programs.
+            RefsError: they have refs.
         """
         one, two = map(open_jaxpr, body)
         consts = (getattr(closed, "consts", ()) for closed in body)

@@ -174,9 +174,7 @@ def concatenate(pair: Pair, marks: list[Mark]) -> Mark:
 
     def pad(pads: list[Pad]) -> Pad:
         if column is not None:  # the index of a row of padding is as valid as any
-            pads = [
-                pad for pad, mark in zip(pads, marks, strict=True) if mark.index is None
-            ] or pads
+            pads = [p for p, mark in zip(pads, marks, strict=True) if mark.index is None] or pads
         return join_pads(pads)
 
     rows = []

@@ -369,10 +369,9 @@ class _EqualWalk(_RemarkWalk):
                 # rng_bit_generator returns the numbers after the key.
                 if not mark and self.rows > 1 and self.rows in eqn.outvars[-1].aval.shape[:1]:
                     self.draws.add(self._line())
-            outs = super().apply(eqn, marks)
+            return super().apply(eqn, marks)
         finally:
             self._enclosing.pop()
-        return outs
 
     def _line(self) -> str:
         """Returns the user's line, which is that of a call if JAX itself traced the function."""

@@ -358,13 +358,12 @@ class ReplicationWalk(Walk):
         return contents(marks)
 
     def start(self, body: Any, marks: Marks) -> dict[Any, Any]:
-        env = super().start(body, marks)
+        env, jaxpr = super().start(body, marks), open_jaxpr(body)
         # Several bodies may hold the same captured ref, and write to it.
-        env |= dict.fromkeys(
-            filter(is_ref, open_jaxpr(body).constvars), frozenset({"a captured ref"})
-        )
-        refs = (var for var, mark in env.items() if is_ref(var) and not isinstance(mark, Ref))
-        return env | {var: Ref(env[var]) for var in refs}
+        captured = Ref(frozenset({"a captured ref"}))
+        env |= dict.fromkeys(filter(is_ref, jaxpr.constvars), captured)
+        passed = (var for var in filter(is_ref, jaxpr.invars) if not isinstance(env[var], Ref))
+        return env | {var: Ref(env[var]) for var in passed}
 
     def apply(self, eqn: Any, marks: Marks) -> Marks:
         """Returns the marks after one equation."""
@@ -401,7 +400,7 @@ class ReplicationWalk(Walk):
         for eqn, mark in self._unreduced.values():
             if mark:
                 continue
-            if not _ZeroWalk(self.axis_size, eqn).finds_zeros(jaxpr):
+            if not _ZeroWalk(eqn).finds_zeros(jaxpr):
                 raise OutOfSyncError(REDUCED.format(where=line(eqn), replicas=self.axis_size))
             log_once(_ZEROS, line(eqn), about=line(eqn))
 
@@ -425,32 +424,35 @@ _KEEPS_ZEROS = frozenset({
 })  # fmt: skip
 """Operations that return zeros for zeros."""
 
-_NOT_ZERO: Mark = frozenset({"not zero"})
 
+class _ZeroWalk(Walk):
+    """Interprets with marks that are True for values that may not be zero."""
 
-class _ZeroWalk(ReplicationWalk):
-    """Interprets with marks of values that may not be zero."""
-
-    def __init__(self, axis_size: int, target: Any) -> None:
-        super().__init__(axis_size)
+    def __init__(self, target: Any) -> None:
+        super().__init__()
         self._target = target
-        self._operands: list[Mark] = []
+        self._operands: list[bool] = []
 
     def finds_zeros(self, jaxpr: Any) -> bool:
         """True if all operands of the target equation are zeros wherever it runs."""
-        self.run(jaxpr, [_NOT_ZERO] * len(jaxpr.jaxpr.invars))
+        self.run(jaxpr, [True] * len(jaxpr.jaxpr.invars))
         return bool(self._operands) and not any(self._operands)
 
-    def constant(self, value: Any) -> Mark:
-        return _NOT_ZERO if isinstance(value, jax.Array) or np.any(value) else MIRRORED
+    def constant(self, value: Any) -> bool:
+        return isinstance(value, jax.Array) or bool(np.any(value))
+
+    def joined(self, eqn: Any, one: bool, other: bool) -> bool:
+        return one or other
+
+    def decided(self, eqn: Any, by: bool, outs: Marks) -> Marks:
+        return outs
 
     def apply(self, eqn: Any, marks: Marks) -> Marks:
-        kind = eqn.primitive.name
+        kind, count = eqn.primitive.name, len(eqn.outvars)
         if eqn is self._target:
-            self._operands.append(union(marks))
+            self._operands += marks
         if kind in STRUCTURE:
-            return super().apply(eqn, marks)
-        mark = union(marks) if kind in _KEEPS_ZEROS else _NOT_ZERO
+            return self.by_rule(STRUCTURE[kind], eqn, marks) or [True] * count
         if kind in ("mul", "div"):
-            mark = marks[0] if kind == "div" else marks[0] and marks[1]
-        return [mark] * len(eqn.outvars)
+            return [marks[0] and (kind == "div" or marks[1])]
+        return [any(marks) or kind not in _KEEPS_ZEROS] * count
