@@ -42,10 +42,10 @@ def register_state_holder(holder: Any) -> None:
     _state_holders.add(holder)
 
 
-def fetch_state(after_all: Callable[[], bool]) -> None:
-    """Writes a consistent snapshot back to all variables; that after all scheduled work if wanted."""
+def fetch_state(wanted: Callable[[], tuple[set[int], bool]]) -> None:
+    """Writes a consistent snapshot back to variables, by their ids; if wanted, that after all work."""
     for holder in list(_state_holders):
-        holder.join() if after_all() else holder.write_back()
+        holder.write_back(*wanted())
 
 
 def record_step_thread() -> None:

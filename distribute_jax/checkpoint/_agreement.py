@@ -8,6 +8,7 @@ chief opens a draft, the others write into it and report, and the chief commits 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import secrets
@@ -132,7 +133,8 @@ def check_shared(method: str, directory: Directory) -> None:
         return
     name = by_chief(method, lambda: _write_probe(directory))
     try:
-        answers = all_values(method, [_sees_probe(directory, name), str(directory)])
+        found = await_file(directory, name, hashlib.sha256(b"").hexdigest())
+        answers = all_values(method, [found is not None, str(directory)])
     finally:
         if is_chief():
             directory.remove_file(name)
@@ -162,14 +164,15 @@ def _write_probe(directory: Directory) -> str:
     return name
 
 
-def _sees_probe(directory: Directory, name: str) -> bool:
+def await_file(directory: Directory, path: str, sha256: str) -> bytes | None:
+    """Reads a file of another process once this host sees it; None if it does not in time."""
     deadline = time.monotonic() + VISIBILITY_SECONDS
     while time.monotonic() < deadline:
         with suppress(OSError):  # not visible yet, or never
-            directory.read(name)
-            return True
-        time.sleep(0.1)
-    return False
+            if hashlib.sha256(text := directory.read(path)).hexdigest() == sha256:
+                return text
+        time.sleep(0.05)
+    return None
 
 
 def _announcement(method: str, failure: Exception | None, value: Any = None) -> Announcement:

@@ -27,11 +27,11 @@ from distribute_jax.checkpoint._agreement import (
 from distribute_jax.checkpoint._save_load import (
     check_context,
     check_target,
+    directory_of,
     make_draft,
     restore_tree,
 )
 from distribute_jax.checkpoint._steps import Preemptible, Schedule
-from distribute_jax.checkpoint._storage import directory_of
 from distribute_jax.checkpoint._write import Draft, write_checkpoint
 from distribute_jax.collectives._check_in_sync import hashes_of
 from distribute_jax.data import DistributedIterator

@@ -6,14 +6,12 @@ import functools
 import hashlib
 import json
 import math
-import os
 import platform
 import re
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from distribute_jax import _frames
@@ -34,8 +32,6 @@ ARRAYS = "arrays-"
 """Prefix of the folder with the arrays; a token follows."""
 WHOLE, PARTS = "whole-0", "parts-"
 """Below it: the folder that process 0 writes by Orbax; prefix of those that each process writes as bytes."""
-DAMAGED = "damaged"
-"""Suffix of checkpoints that were set aside."""
 
 _FORMAT = 1
 _FOLDER = re.compile(r"[a-z]+-[0-9a-f]+")
@@ -228,8 +224,26 @@ def _sizes(numbers: Sequence[int]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def is_step_name(name: str) -> bool:
-    return name.isascii() and name.isdecimal() and str(int(name)) == name
+def digests(
+    folder: Path, names: Iterable[str] | None = None, largest: int | None = None
+) -> dict[str, str]:
+    """Returns the sha256 of all files below a folder, or of those named, by their relative paths.
+
+    Files above ``largest`` bytes are not read; their digest is empty.
+    """
+    paths = sorted(folder.rglob("*")) if names is None else [folder / name for name in names]
+    return {
+        path.relative_to(folder).as_posix(): _digest_of_file(path, largest)
+        for path in paths
+        if path.is_file()
+    }
+
+
+def _digest_of_file(path: Path, largest: int | None) -> str:
+    if largest is not None and path.stat().st_size > largest:
+        return ""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_files(folder: object, digests: Mapping[str, str], expected: Mapping[str, str]) -> None:
@@ -241,16 +255,3 @@ def check_files(folder: object, digests: Mapping[str, str], expected: Mapping[st
     ]
     if faults:
         raise CheckpointDamagedError(f"{folder} is not what was written:\n{listed(faults)}")
-
-
-def remove_tree(folder: Any) -> None:
-    """Removes a folder, with one descriptor at a time, also if Orbax's threads still write to it."""
-    tries = 40
-    while tries and os.path.exists(folder):
-        tries -= 1
-        for path, _, files in os.walk(folder, topdown=False):
-            with suppress(OSError):
-                for name in files:
-                    os.unlink(os.path.join(path, name))
-                os.rmdir(path)
-        time.sleep(0.05)

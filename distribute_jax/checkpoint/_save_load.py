@@ -7,12 +7,14 @@ import re
 import secrets
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from distribute_jax import _context
 from distribute_jax._errors import (
+    ArgumentError,
     CheckpointDamagedError,
     CheckpointError,
     CheckpointFileError,
@@ -31,7 +33,7 @@ from distribute_jax.checkpoint._read import (
     read_leaves,
 )
 from distribute_jax.checkpoint._steps import folders
-from distribute_jax.checkpoint._storage import Directory, check_no_pattern, directory_of, is_url
+from distribute_jax.checkpoint._storage import Directory, DiskDirectory, bucket_directory
 from distribute_jax.checkpoint._write import Draft, check_same_tree, copy_to_host, write_checkpoint
 from distribute_jax.processes import RESTORING, current_job, doing
 from distribute_jax.program import step_lock
@@ -80,7 +82,7 @@ def load(path: str | os.PathLike[str], tree: Any, *, partial: bool = False) -> A
     check_context("load")
     # Below the folder no link is followed; the user's path may be one.
     directory, name = _directory_and_name(
-        "load", path if is_url(os.fspath(path)) else os.path.realpath(path)
+        "load", path if _is_url(os.fspath(path)) else os.path.realpath(path)
     )
 
     def manifest() -> Manifest:
@@ -115,14 +117,35 @@ def _manifest(directory: Directory, name: str, path: str | os.PathLike[str]) -> 
 
 
 def _directory_and_name(method: str, path: str | os.PathLike[str]) -> tuple[Directory, str]:
-    text = os.fspath(path)
-    if is_url(text):
-        text = text.rstrip("/")
-    else:
-        check_no_pattern(method, text)
-        text = os.path.abspath(text)
-    parent, name = os.path.split(text)
+    parent, name = os.path.split(str(directory_of(method, path)))
     return directory_of(method, parent), name
+
+
+def directory_of(method: str, path: str | os.PathLike[str]) -> Directory:
+    """Returns the directory that a path or URL selects."""
+    text = os.fspath(path)
+    if _is_url(text):
+        return bucket_directory(method, text)
+    if _URL_AS_PATH.match(text):
+        url = text.replace(":/", "://", 1)
+        raise ArgumentError(
+            f"{method} got {path!r}: a Path keeps one slash of a URL. Pass the text: {url!r}."
+        )
+    text = os.path.abspath(text)
+    if re.search(r"[*?\[]", text):
+        raise ArgumentError(
+            f"{method} got {text!r}: Orbax reads *, ? and [ in a path as a pattern of names, and would not "
+            "find what it has saved. Choose a path without these characters."
+        )
+    return DiskDirectory(Path(text))
+
+
+_URL_AS_PATH = re.compile(r"(gs|gcs|s3|az|abfs|memory):/[^/]")
+"""A URL after ``pathlib.Path`` has removed a slash."""
+
+
+def _is_url(text: str) -> bool:
+    return "://" in text
 
 
 def check_context(method: str) -> None:
@@ -140,8 +163,7 @@ def check_context(method: str) -> None:
 def make_draft(directory: Directory, name: str, tree: Any, step: int | None, method: str) -> Draft:
     """Copies what this process writes of a tree to the host; afterwards the tree may change."""
     check_context(method)
-    # An iterator's position is that after all scheduled steps.
-    _context.fetch_state(lambda: any(s.spec.kind == ITERATOR for s in slots_of(tree)[0]))
+    _context.fetch_state(lambda: _wanted_state(tree))
     with step_lock:  # a step of another thread could donate arrays, or leave tracers
         slots = on_all(method, lambda: _readable_slots(tree, method))
         check_same_tree(slots, method)
@@ -150,6 +172,13 @@ def make_draft(directory: Directory, name: str, tree: Any, step: int | None, met
     arrays = (slot.current for slot in slots if isinstance(slot.current, jax.Array))
     origin = made_by(max((len(array.sharding.device_set) for array in arrays), default=1))
     return Draft(directory, name, step, token, [s.spec for s in slots], texts, pieces, origin)
+
+
+def _wanted_state(tree: Any) -> tuple[set[int], bool]:
+    """Returns the ids of the variables, and if there is an iterator, whose position is after all steps."""
+    slots, _ = slots_of(tree)
+    variables = {slot.owner[0] for slot in slots if slot.owner}
+    return variables, any(slot.spec.kind == ITERATOR for slot in slots)
 
 
 def _readable_slots(tree: Any, method: str) -> list[Slot]:

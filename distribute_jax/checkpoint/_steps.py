@@ -10,9 +10,9 @@ from distribute_jax._checks import check_int, check_number
 from distribute_jax._errors import ArgumentError, CheckpointDamagedError, CheckpointFileError
 from distribute_jax._supervision import SAVED
 from distribute_jax.checkpoint._agreement import pop_error
-from distribute_jax.checkpoint._manifest import Manifest, is_step_name
+from distribute_jax.checkpoint._manifest import Manifest
 from distribute_jax.checkpoint._read import manifest_of
-from distribute_jax.checkpoint._storage import Directory
+from distribute_jax.checkpoint._storage import Directory, is_step_name
 from distribute_jax.data._dataset import watch
 from distribute_jax.processes import Preemption
 from distribute_jax.processes._status import report_step

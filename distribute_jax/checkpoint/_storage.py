@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import secrets
@@ -10,7 +9,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +23,15 @@ from distribute_jax._errors import (
     MissingPackageError,
 )
 from distribute_jax._messages import error_text
-from distribute_jax.checkpoint import _manifest
-from distribute_jax.checkpoint._manifest import ARRAYS, DAMAGED, MANIFEST, check_files, is_step_name
+from distribute_jax.checkpoint._manifest import ARRAYS, MANIFEST, check_files, digests
 
 try:
     import fcntl
 except ImportError:  # not a POSIX system: checkpoints are saved without locks
     fcntl = None  # type: ignore[assignment]
 
+DAMAGED = "damaged"
+"""Suffix of checkpoints that were set aside."""
 _LOCK = "lock"
 _MAX_MANIFEST_BYTES = 1 << 28
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
@@ -107,7 +107,7 @@ class DiskDirectory:
             yield
         finally:
             os.close(lock)
-            _manifest.remove_tree(new)
+            _remove_tree(new)
 
     def _draft(self, name: str, token: str) -> Path:
         return self.path / self.draft_folder(name, token)
@@ -227,6 +227,10 @@ class DiskDirectory:
         return shutil.disk_usage(path).free
 
 
+def is_step_name(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and str(int(name)) == name
+
+
 def _create_locked(path: Path) -> int:
     for _ in range(100):
         try:
@@ -235,8 +239,9 @@ def _create_locked(path: Path) -> int:
         except (FileExistsError, FileNotFoundError):  # another program's `prepare` removed it
             if not path.parent.is_dir():
                 raise
-        except OSError:  # no descriptors are left
-            path.rmdir()
+        except OSError:  # no rights, or no descriptors are left
+            with suppress(FileNotFoundError):
+                path.rmdir()
             raise
         else:
             if _lock(lock) and path.is_dir():  # not removed before it was locked
@@ -248,6 +253,19 @@ def _create_locked(path: Path) -> int:
     )
 
 
+def _remove_tree(folder: Path) -> None:
+    """Removes a folder, with one descriptor at a time, also if Orbax's threads still write to it."""
+    for _ in range(40):
+        if not folder.exists():
+            return
+        for path, _, files in os.walk(folder, topdown=False):
+            with suppress(OSError):
+                for name in files:
+                    os.unlink(os.path.join(path, name))
+                os.rmdir(path)
+        time.sleep(0.05)
+
+
 def _lock(lock: int, *, wait: bool = False) -> bool:
     """Locks an open file; returns True also on a file system without locks."""
     if fcntl is None:
@@ -257,28 +275,6 @@ def _lock(lock: int, *, wait: bool = False) -> bool:
     except OSError as error:
         return not isinstance(error, BlockingIOError)
     return True
-
-
-def digests(
-    folder: Path, names: Iterable[str] | None = None, largest: int | None = None
-) -> dict[str, str]:
-    """Returns the sha256 of all files below a folder, or of those named, by their relative paths.
-
-    Files above ``largest`` bytes are not read; their digest is empty.
-    """
-    paths = sorted(folder.rglob("*")) if names is None else [folder / name for name in names]
-    return {
-        path.relative_to(folder).as_posix(): _digest(path, largest)
-        for path in paths
-        if path.is_file()
-    }
-
-
-def _digest(path: Path, largest: int | None) -> str:
-    if largest is not None and path.stat().st_size > largest:
-        return ""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_all(folder: Path) -> None:
@@ -467,33 +463,3 @@ def _os_errors() -> Iterator[None]:
 
 Directory: TypeAlias = DiskDirectory | BucketDirectory
 """Both have the same methods, which ``DiskDirectory`` documents."""
-
-_URL_AS_PATH = re.compile(r"(gs|gcs|s3|az|abfs|memory):/[^/]")
-"""A URL after ``pathlib.Path`` has removed a slash."""
-
-
-def is_url(text: str) -> bool:
-    return "://" in text
-
-
-def directory_of(method: str, path: str | os.PathLike[str]) -> Directory:
-    text = os.fspath(path)
-    if is_url(text):
-        return bucket_directory(method, text)
-    if _URL_AS_PATH.match(text):
-        url = text.replace(":/", "://", 1)
-        raise ArgumentError(
-            f"{method} got {path!r}: a Path keeps one slash of a URL. Pass the text: {url!r}."
-        )
-    check_no_pattern(method, text)
-    return DiskDirectory(Path(text).absolute())
-
-
-def check_no_pattern(method: str, text: str) -> None:
-    """Raises for a path with wildcards, below which Orbax would not find what it has saved."""
-    path = os.path.abspath(text)
-    if re.search(r"[*?\[]", path):
-        raise ArgumentError(
-            f"{method} got {path!r}: Orbax reads *, ? and [ in a path as a pattern of names, and would not "
-            "find what it has saved. Choose a path without these characters."
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from flax import nnx
 from distribute_jax._errors import CheckpointError, CheckpointFileError
 from distribute_jax._mesh import local_copy_of_replicated
 from distribute_jax._messages import error_text, is_key, listed
-from distribute_jax.checkpoint._agreement import VISIBILITY_SECONDS, WriteCoordinator, all_values
+from distribute_jax.checkpoint._agreement import WriteCoordinator, all_values, await_file
 from distribute_jax.checkpoint._leaves import ARRAY, Slot, Spec, digest_of, host_copy, saved_value
 from distribute_jax.checkpoint._manifest import (
     ARRAYS,
@@ -114,13 +113,14 @@ def write_checkpoint(draft: Draft, prepare: Callable[[], None]) -> None:
 def _notes_of_others(draft: Draft, coordinator: WriteCoordinator) -> Iterator[dict[str, Any]]:
     where = draft.directory.path_of(draft.name)
     for process, sha256 in coordinator.collect(where).items():
-        text = _read_note(draft.directory, draft.note(process), sha256)
+        text = await_file(draft.directory, draft.note(process), sha256)
         if text is None:
             raise CheckpointFileError(
                 f"The checkpoint {where} could not be written: {current_job().name_of(process)} has written "
                 f"its part, which {current_job().name_of(0)} does not find. Give all processes a directory "
                 "that all of them see."
             )
+        draft.directory.remove_file(draft.note(process))
         yield json.loads(text)
 
 
@@ -136,21 +136,6 @@ def _write_as_helper(draft: Draft, coordinator: WriteCoordinator) -> None:
         coordinator.report(error=str(error))
         raise
     coordinator.report(sha256=hashlib.sha256(text).hexdigest())
-
-
-def _read_note(directory: Directory, path: str, sha256: str) -> bytes | None:
-    """Reads and removes the note of another process once this host sees it; None if it does not in time."""
-    deadline = time.monotonic() + VISIBILITY_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            text = directory.read(path)
-        except FileNotFoundError:
-            text = b""
-        if hashlib.sha256(text).hexdigest() == sha256:
-            directory.remove_file(path)
-            return text
-        time.sleep(0.05)
-    return None
 
 
 @contextmanager

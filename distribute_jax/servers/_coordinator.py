@@ -10,14 +10,13 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
 
 from distribute_jax import _context
 from distribute_jax._errors import (
@@ -162,11 +161,19 @@ class Coordinator:
                 ) from None
             self._raise_error()
 
-    def write_back(self, variables: Iterable[nnx.Variable[Any]] | None = None) -> None:
-        """Updates variables to one version of the servers; what was written since the last closure stays."""
+    def write_back(self, ids: set[int], after_all: bool = False) -> None:
+        """Updates its variables of these ids to one version of the servers, or to that after all closures.
+
+        What was written since the last closure stays. Who has none of its variables gets none of its errors.
+        """
         with self._lock:
+            if self.state.variables.keys().isdisjoint(ids):
+                return
+            if after_all:
+                self.join()
+                return
             self._check_servers()
-            self._with_servers(lambda: self.state.write_back(variables))
+            self._with_servers(lambda: self.state.write_back(ids))
 
     def _with_servers(
         self, do: Callable[[], Any], *, at_rest: bool = False, until: float = math.inf

@@ -56,7 +56,7 @@ class State:
         self._keys: dict[tuple[int, int], Key] = {}
         """By the id of a variable and the number of its leaf."""
         self._numbers = itertools.count()
-        self._variables: dict[int, nnx.Variable[Any]] = {}
+        self.variables: dict[int, nnx.Variable[Any]] = {}
         """By id; kept until what the servers have is written back."""
         self._homes: dict[Key, Mapping[int, Rows | None]] = {}
         """The servers that store an array, and which rows of it; None for all."""
@@ -93,7 +93,7 @@ class State:
         keys = tuple(numbered[place] for place in at)
         self._settle(bound, keys)
         self._keys = numbered
-        self._variables.update({id(variable): variable for variable, _ in places(bound.binding)})
+        self.variables.update({id(variable): variable for variable, _ in places(bound.binding)})
         program = Program(f"{bound.step} {next(self._numbers)}", bound, keys)
         self.load(program)
         for k, key in enumerate(keys):
@@ -209,10 +209,10 @@ class State:
             store.restore(epoch, self.saved_version or 0, keys, arrays=arrays)
 
     @interrupts_held_back()
-    def write_back(self, only: Iterable[nnx.Variable[Any]] | None = None) -> None:
+    def write_back(self, only: Collection[int] | None = None) -> None:
         """Updates variables, by default all; what the user wrote is sent if no closure is under way."""
-        known, version, at_rest = self._variables, self._log.version, not self._log.open
-        chosen = known if only is None else {id(v): v for v in only if id(v) in known}
+        known, version, at_rest = self.variables, self._log.version, not self._log.open
+        chosen = {i: v for i, v in known.items() if only is None or i in only}
         raws = {i: jax.tree.flatten(read_raw([v])[0]) for i, v in chosen.items()}
         held = {self._keys[i, n]: x for i, (raw, _) in raws.items() for n, x in enumerate(raw)}
         written = self.written(held.items())
@@ -249,7 +249,7 @@ class State:
         live = {key for program in self._programs.values() for key in program.keys}
         self._keys = {place: key for place, key in self._keys.items() if key in live}
         ids = {number for number, _ in self._keys}
-        self._variables = {i: v for i, v in self._variables.items() if i in ids}
+        self.variables = {i: v for i, v in self.variables.items() if i in ids}
         self._changing &= live
         self._used &= live
         for store in self._stores:

@@ -203,7 +203,7 @@ class ParameterServerStrategy(Strategy):
             self._coordinator.join()
             self._runner.check_skipped_steps()
         else:
-            self._coordinator.write_back(variables)
+            self._coordinator.write_back({*map(id, variables)})
 
     def add_workers(self, number: int) -> None:
         """Adds workers, also while functions run.

@@ -15,7 +15,7 @@ from flax import nnx
 from distribute_jax import checkpoint
 from distribute_jax._checks import check_int
 from distribute_jax._errors import CheckpointDamagedError, CheckpointError, CheckpointFileError
-from distribute_jax.checkpoint._storage import directory_of
+from distribute_jax.checkpoint._save_load import directory_of
 from distribute_jax.training._batches import Keys
 from distribute_jax.training._fit import check_ends, validation_dataset
 from distribute_jax.training._model import Model

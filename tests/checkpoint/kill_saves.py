@@ -39,13 +39,13 @@ def checked(manager: dj.CheckpointManager) -> int:
     return step
 
 
-def child(directory: Path, report: int) -> None:
+def child(directory: Path, report: int, parent: int) -> None:
     """Restores, reports, and saves until it is killed; reports the beginning of each save."""
     warnings.simplefilter("error")  # nothing may be damaged
     manager = dj.CheckpointManager(directory, max_to_keep=2)
     step = checked(manager)
     os.write(report, f"restored {step}\n".encode())
-    while True:
+    while os.getppid() == parent:  # else its test has ended early
         step += 1
         state = state_of(step)
         os.write(report, f"saving {step}\n".encode())
@@ -61,10 +61,10 @@ def trial(directory: Path, saves: int, part: float) -> str:
         part: the moment, in the time that its last save took: a slow machine does as much as a fast one.
     """
     reader, writer = os.pipe()
-    process = os.fork()
+    parent, process = os.getpid(), os.fork()
     if process == 0:
         try:
-            child(directory, writer)
+            child(directory, writer, parent)
         except BaseException:
             os.write(writer, traceback.format_exc().encode())
         os._exit(1)

@@ -43,21 +43,28 @@ def test_every_process_gets_its_variables_and_an_output_prefix(launch, tmp_path,
     assert cache.stat().st_mode & 0o777 == 0o700
 
 
-def test_an_exception_of_one_process_ends_all_and_is_the_last_line(launch):
-    """Another one sleeps and ignores SIGTERM; the supervisor does not wait for it."""
+@pytest.mark.parametrize("other", ["ignores SIGTERM", "is stopped"])
+def test_an_exception_of_one_process_ends_all_and_is_the_last_line(launch, other):
+    """The supervisor does not wait for another one that cannot be asked to end."""
     launched = launch(
         "if process == 0:\n"
+        "    print(os.getpid(), flush=True)\n"
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "all_of(2)\n"
+        f"if process == 0 and {other == 'is stopped'}:\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
         "if process == 1:\n"
         "    step(7)\n"
+        "    print(time.monotonic(), flush=True)\n"
         "    raise ValueError('bad batch')\n"
         "time.sleep(60)",
         "--processes=2",
         "--max-restarts=0",
     )
+    pid, raised = (line[4:] for line in sorted(launched.out))
+    assert time.monotonic() - float(raised) < 2
+    assert not Path(f"/proc/{pid}").exists()
     assert launched.code == 1
-    assert launched.seconds < 30
     (line,) = launched.said
     assert launched.err[-1] == line
     assert re.fullmatch(

@@ -192,7 +192,7 @@ def _failures(strategy, folder, tree, me):
     with mock.patch.object(_agreement.WriteCoordinator, "_seconds", two_seconds, create=True):
         outcome["late"] = fails(3, only_on(1, late))
     apart = mock.patch("distribute_jax.checkpoint._storage.DiskDirectory.write")
-    with mock.patch.object(_write, "VISIBILITY_SECONDS", 0.2):
+    with mock.patch.object(_agreement, "VISIBILITY_SECONDS", 0.2):
         outcome["apart"] = fails(3, only_on(1, apart))
     outcome["left"] = sorted(path.name for path in (folder / "steps").iterdir())
     outcome["at last"] = manager.save(3, other), message(manager.wait)

@@ -95,7 +95,7 @@ def test_missing_processes_are_named_on_all_that_connected():
     address = f"127.0.0.1:{free_port()}"
     start = time.monotonic()
     errors = together(chief(address, 4, 0.6), other(address, 2, 4, 0.6))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 2.6
     for error in errors:
         assert isinstance(error, dj.DeadlineExceededError)
         assert "2 of 4 processes have not come" in str(error)
@@ -139,7 +139,9 @@ def test_nobody_at_the_address_of_process_0_is_reported_with_host_and_port():
 def test_processes_that_disagree_get_an_error_with_key_and_both_values(facts: Any, text: str):
     """On every process, including late ones."""
     address = f"127.0.0.1:{free_port()}"
+    start = time.monotonic()
     errors = together(chief(address), other(address, 1, facts=facts), late(address, 2))
+    assert time.monotonic() - start < 2
     for error in errors:
         assert isinstance(error, dj.ProcessesDifferError)
         assert text in str(error)
@@ -182,7 +184,7 @@ def test_a_port_in_use_is_named_at_once_on_all():
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         start = time.monotonic()
         taken, silent = together(chief(address), other(address, 1))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 3, "it listens for 2 s"
     assert isinstance(taken, dj.ClusterError)
     assert "or a second process 0" in str(taken).partition("already in use")[2]
     assert isinstance(silent, dj.ClusterError)

@@ -196,16 +196,17 @@ def test_scheduled_steps_have_the_bits_of_one_device(servers: int) -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_every_update_keeps_the_bound_and_none_is_lost() -> None:
-    """100 increments by four workers with a bound of 3 are 100, each at most 3 updates late."""
-    strategy, coordinator = of_servers(4, staleness=3)
+@pytest.mark.parametrize("bound", [0, 1, 4])
+def test_every_update_keeps_the_bound_and_none_is_lost(bound: int) -> None:
+    """100 increments by four workers are 100, each at most so many updates late."""
+    strategy, coordinator = of_servers(4, staleness=bound)
     with strategy.scope():
         total = dj.Variable(0, aggregation=dj.VariableAggregation.SUM)
     for _ in range(100):
         coordinator.schedule(lambda: total.assign_add(1))
     coordinator.join(SECONDS)
     assert int(total[...]) == 100
-    assert max(coordinator.stats.staleness) <= 3
+    assert max(coordinator.stats.staleness) <= bound
     assert sum(coordinator.stats.staleness.values()) == 100
 
 
@@ -987,3 +988,24 @@ def test_a_checkpoint_has_the_state_after_one_update_while_closures_go_on(tmp_pa
         other = [dj.Variable(0.0) for _ in range(2)]
     dj.checkpoint.load(tmp_path / "2", other)
     assert [float(x[...]) for x in other] == [3, 3]
+
+
+def test_a_save_raises_the_error_only_of_closures_whose_state_it_saves(tmp_path: Path) -> None:
+    """Of another strategy's, and of its servers, the users of that strategy learn."""
+    strategy, coordinator = of_servers(1)
+    model, step = scalar_step(strategy)
+    coordinator.schedule(step, args=(1.0,))
+    _, join = failing(coordinator)
+    one = dj.OneDeviceStrategy("cpu:0")
+    batches = iter(one.distribute_dataset(dj.data.from_arrays(np.ones(4)).batch(2)))
+    tree = {"total": dj.Variable(0.0), "iterator": batches}
+    with dj.CheckpointManager(tmp_path) as manager:
+        manager.save(1, tree)
+        with pytest.raises(KeyError, match="element 1 is broken"):
+            manager.save(2, {**tree, "model": model})
+        join()
+        strategy._coordinator.fail_for_good(dj.ClusterError("gone"))
+        manager.save(3, tree)
+        with pytest.raises(dj.ClusterError, match="gone"):
+            manager.save(4, {"model": model})
+    assert manager.all_steps() == [1, 3]

@@ -300,15 +300,15 @@ def test_nobody_listens_and_workers_join_and_leave(engine: str) -> None:
     assert (coordinator.stats.version, strategy.workers) == (51, 1)
     pids = children("worker", engine) + children("server", engine)
     assert pids
-    left = strategy._coordinator
+    left, ids = strategy._coordinator, {*strategy._coordinator.state.variables}
     del strategy, coordinator, step
     gc.collect()
     limit = time.monotonic() + SECONDS
     while any(Path(f"/proc/{pid}").is_dir() for pid in pids):
         assert time.monotonic() < limit, "processes end with their strategy"
         time.sleep(0.01)
-    # As every save does of all that there is, while it is not collected yet.
-    saving = threading.Thread(target=left.write_back, daemon=True)
+    # As a save of its variables does, while it is not collected yet.
+    saving = threading.Thread(target=left.write_back, args=(ids,), daemon=True)
     saving.start()
     saving.join(SECONDS)
     assert not saving.is_alive()
