@@ -206,15 +206,10 @@ class ParameterDevice:
     memory_kind: str | None = None
     """As ``device.addressable_memories()`` names it; None for the device's default memory."""
 
-    @property
-    def state(self) -> SingleDeviceSharding:
-        """The sharding of variables."""
-        return SingleDeviceSharding(self.device, memory_kind=self.memory_kind)
-
-    @property
-    def results(self) -> SingleDeviceSharding:
-        """The sharding of mirrored results: memory that any computation can read."""
-        return SingleDeviceSharding(self.device)
+    def state(self, shape: Sequence[int] = ()) -> SingleDeviceSharding:
+        """Returns the sharding of an array of a variable; any computation can read a small one."""
+        kind = self.memory_kind if prod(shape) >= LEAST_ELEMENTS else None
+        return SingleDeviceSharding(self.device, memory_kind=kind)
 
 
 @dataclass(frozen=True)
@@ -242,11 +237,10 @@ class Replicas:
         """The mesh that divides state."""
         return state_mesh(self.mesh, self.shard_over)
 
-    @property
-    def state(self) -> Sharding:
-        """The sharding of state that is not divided."""
+    def state(self, shape: Sequence[int]) -> Sharding:
+        """Returns the sharding of an array of state that is not divided."""
         if self.parameter_device is not None:
-            return self.parameter_device.state
+            return self.parameter_device.state(shape)
         return mirrored_sharding(self.mesh)
 
     @property

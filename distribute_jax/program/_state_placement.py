@@ -49,7 +49,8 @@ def place_state(
         if keeps_own_values(variable):
             placed.append(on_replicas(cast("Variable", variable), mesh))
             continue
-        new = [_placed(leaf, replicas.state, at) for leaf, at in zip(leaves, to, strict=True)]
+        rest = [replicas.state(np.shape(leaf)) for leaf in leaves]
+        new = list(map(_placed, leaves, rest, to))
         placed.append(jax.tree.unflatten(treedef, new))
         if any(map(operator.is_not, leaves, new)):
             moved.append((name, leaves))
@@ -170,13 +171,13 @@ def on_parameter_device(compile_on_mesh: Compile, parameter_device: ParameterDev
         devices = [d for d in step.mesh.devices.flat if d.process_index == device.process_index]
         near = devices.index(device) if device in devices else 0
         fetched = [i for i, mirrored in enumerate(shardings.mirrored) if mirrored]
-        to = [parameter_device.state if i < state else parameter_device.results for i in fetched]
 
         def run(*flat: Any) -> list[Any]:
             outs = list(compiled(*_sent(flat, wanted)))
             for i in donated:
                 if isinstance(flat[i], jax.Array):
                     flat[i].delete()  # its copies were donated, and the new value needs the memory
+            to = [parameter_device.state(outs[i].shape if i < state else ()) for i in fetched]
             copies = jax.device_put([outs[i].addressable_data(near) for i in fetched], to)
             for i, copy in zip(fetched, copies, strict=True):
                 outs[i] = copy if i < state else uncommitted(copy)

@@ -33,8 +33,8 @@ class CentralStorageStrategy(Strategy):
         parameter_device: where state is stored, named likewise; it need not be a compute device. None
             means the compute device where there is only one, else the host's ``"cpu:0"``.
         memory_kind: which memory of the parameter device holds the variables between steps, such as
-            ``"pinned_host"``; None means its default memory. Outside of ``run`` JAX computes with what is in
-            default memory only: read other variables with ``np.asarray``.
+            ``"pinned_host"``; None means its default memory, where arrays of fewer than 1024 elements stay in
+            any case. Outside of ``run`` JAX computes with that only: read others with ``np.asarray``.
         replicas_per_device: how many replicas each compute device runs, one after the other, as in
             ``MirroredStrategy``.
         steps_in_flight: as in ``MirroredStrategy``.

@@ -122,7 +122,7 @@ class StrategyExtended:
         if isinstance(destinations, (str, jax.Device)):
             return jax.device_put(total, find_device(destinations))
         storage = self._strategy._replicas.parameter_device
-        to = storage.results if storage is not None else mirrored_sharding(self._strategy.mesh)
+        to = storage.state() if storage is not None else mirrored_sharding(self._strategy.mesh)
         return jax.tree.map(lambda leaf: mark_mirrored(leaf, None), put(total, to))
 
     def batch_reduce_to(

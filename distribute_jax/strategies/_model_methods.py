@@ -140,9 +140,9 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
         paths = [path for v, path in named if v is not None]
         of_leaves = iter(replicas.shardings(variables, lambda: paths))
         parts[:] = graph, tree, [
-            (next(of_leaves) if v is not None else None) or replicas.state
+            (next(of_leaves) if v is not None else None) or replicas.state(getattr(leaf, "shape", ()))
             for v, _ in named
-            for _ in ([v] if v is None else jax.tree.leaves(v))
+            for leaf in ([v] if v is None else jax.tree.leaves(v))
         ]  # fmt: skip
         return flat
 
