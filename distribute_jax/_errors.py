@@ -214,30 +214,24 @@ def _users_frame() -> tuple[int, FrameType | None]:
 
 VARIABLE = "DISTRIBUTE_JAX_FULL_TRACEBACK"
 
-_INTERNAL = ("distribute_jax", "jax", "numpy")
-_CALLS_BACK = (
-    "contextlib",
-    "importlib",
-    *(f"flax.nnx.{m}" for m in ("graph", "module", "pytree", "transforms")),
-)
+_HIDDEN = ("distribute_jax", "jax", "numpy", "flax", "optax")
+_CALL_BACK = ("contextlib", "importlib")
 _JAX_NOTE = "JAX has removed its internal frames"
+_NOTE = f"Frames of JAX, Flax and distribute_jax are left out; {VARIABLE}=1 shows them."
 
 
 def hide_frames(error: BaseException) -> None:
-    """Removes frames of this library, JAX and NumPy from the tracebacks of an error and of its causes.
+    """Removes frames of JAX, Flax and this library from the tracebacks of an error and of its causes.
 
-    For errors of this library, which name places in a model, those of Flax and optax too.
     ``DISTRIBUTE_JAX_FULL_TRACEBACK=1`` shows all.
     """
     if os.environ.get(VARIABLE, "0") not in ("", "0"):
         return
     for each in _chain(error):
-        is_ours = isinstance(each, DistributeError)
-        hidden = (*_INTERNAL, "flax", "optax") if is_ours else _INTERNAL
-        each.__traceback__ = _without(hidden, each.__traceback__)
+        each.__traceback__ = _users_frames(each.__traceback__)
         notes: list[str] = getattr(each, "__notes__", [])
-        if is_ours:
-            notes[:] = [note for note in notes if _JAX_NOTE not in note]
+        shown = [] if isinstance(each, DistributeError) else [_NOTE]
+        notes[:] = [n for note in notes for n in (shown if _JAX_NOTE in note else [note])]
 
 
 @functools.cache
@@ -262,13 +256,13 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _without(packages: tuple[str, ...], traceback: TracebackType | None) -> TracebackType | None:
+def _users_frames(traceback: TracebackType | None) -> TracebackType | None:
     frames: list[TracebackType] = []
     hidden = False
     while traceback is not None:
         module = str(traceback.tb_frame.f_globals.get("__name__"))
-        calls_back = hidden and module.startswith(_CALLS_BACK)
-        hidden = calls_back or module.partition(".")[0] in packages
+        package = module.partition(".")[0]
+        hidden = package in _HIDDEN or (hidden and package in _CALL_BACK)
         if not hidden:
             frames.append(traceback)
         traceback = traceback.tb_next

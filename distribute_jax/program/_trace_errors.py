@@ -61,7 +61,7 @@ _UNSEEN = """\
 captured in a way that run could see, so it would become stale.
 Pass the object in args: strategy.run(step, args=(model, x)); or let the step reach it through its \
 closure, a global, self, or an attribute, list or dict of one of these.
-Below: {reason}"""
+The original error: {reason}"""
 
 
 _NOT_WRITTEN = """\
@@ -72,7 +72,7 @@ nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(model, xs), where bod
 nnx.grad(loss)(model, x). Or return the new value from the function and write it after.
 A variable that the step writes outside of these, and that run could not see, is passed in args: \
 strategy.run(step, args=(model, x)).
-Below: {reason}"""
+Flax says: {reason}"""
 
 
 _NOT_COPIED = """\
@@ -81,7 +81,7 @@ outside of it, and in a way that run could not see.
 Pass the object in args: strategy.run(step, args=(model, x)). If it came from nnx.merge(graphdef, state), \
 which takes over the variables of the state instead of making new ones, write \
 nnx.merge(graphdef, state, copy=True) inside the function that is scanned or differentiated.
-Below: {reason}"""
+Flax says: {reason}"""
 
 
 _NO_AXIS = """\

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -144,7 +145,31 @@ def test_the_message_of_the_library_is_the_last_line(s2: dj.Strategy):
     assert lines[-1].endswith(str(raised.value).splitlines()[-1])
 
 
-def test_an_error_of_the_users_step_keeps_the_note_of_jax(s2: dj.Strategy):
-    with pytest.raises(TypeError) as raised:
-        failing(s2)["run"]()
-    assert "JAX has removed" in "".join(traceback.format_exception(raised.value))
+@pytest.mark.parametrize("call", ["run", "fit"])
+def test_an_error_in_a_layer_of_flax_ends_at_the_users_line(s2: dj.Strategy, call: str):
+    """What Flax and JAX say of the layer is in the message and its notes, and so is how to see all."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.layer = nnx.Linear(3, 1, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.layer(x)
+
+    def step(x: Any) -> Any:
+        return nnx.grad(lambda net: net(x).sum())(net)
+
+    with s2.scope():
+        net = Net(nnx.Rngs(0))
+        model = dj.Model(net)
+    model.compile("sgd", "mse")
+    x = np.ones((8, 2), np.float32)
+    with pytest.raises(TypeError, match="dot_general") as raised:
+        s2.run(step, args=(x,)) if call == "run" else model.fit(x, x[:, :1], verbose=0)
+    shown = traceback.extract_tb(raised.value.__traceback__)
+    assert {Path(frame.filename) for frame in shown} == {Path(__file__)}
+    assert shown[-1].name == "__call__"
+    text = "".join(traceback.format_exception(raised.value))
+    assert "Net -> Linear" in text
+    assert "DISTRIBUTE_JAX_FULL_TRACEBACK=1" in text
+    assert "JAX_TRACEBACK_FILTERING" not in text
