@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes one host of a TPU ready for the job. What is there already stays as it is.
+# Prepares one host of a TPU for the job. What is already installed is kept.
 set -euo pipefail
 bucket="$1"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

@@ -7,18 +7,16 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 import distribute_jax as dj
 
 ANY: Any = dj
-HIDDEN = tuple(package.__path__[0] for package in (dj, jax, flax, optax))
+HIDDEN = tuple(package.__path__[0] for package in (dj, jax, nnx))
 
 
 def frames(error: BaseException | None, *, hidden: bool) -> list[str]:
