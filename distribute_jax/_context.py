@@ -135,9 +135,9 @@ def require_outside_step(method: str) -> None:
     if in_merge_call():
         raise ContextError(
             f"{method} was called inside merge_call. What merge_call does is part of the step that "
-            "strategy.run compiles, and a program cannot start another one or make data. Call the function "
-            "itself, or strategy.extended.update(variable, fn) to change a variable; start other programs "
-            "outside of run."
+            "strategy.run compiles, and a program cannot start another one or create datasets. Call the "
+            "function itself, or strategy.extended.update(variable, fn) to change a variable; start other "
+            "programs outside of run."
         )
 
 

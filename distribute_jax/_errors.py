@@ -49,7 +49,7 @@ class MixedStrategiesError(ContextError):
 
 
 class DeadlockError(DistributeError, RuntimeError):
-    """A collective may not be reached by every replica, so the step could hang."""
+    """A collective might not be reached by every replica, so the step could hang."""
 
 
 class DonatedError(DistributeError, RuntimeError):
@@ -57,11 +57,11 @@ class DonatedError(DistributeError, RuntimeError):
 
 
 class CancelledError(DistributeError, RuntimeError):
-    """A scheduled closure did not run, since another one had failed."""
+    """A scheduled function did not run, since another one had failed."""
 
 
 class EndOfDataError(DistributeError, StopIteration):
-    """A closure took an element from a per-worker iterator that had no more."""
+    """A scheduled function took an element from a per-worker iterator that had no more."""
 
 
 class StepFailedError(DistributeError, RuntimeError):
@@ -73,7 +73,7 @@ class StepsSkippedError(DistributeError, ArithmeticError):
 
 
 class BackendStartedError(DistributeError, RuntimeError):
-    """JAX had already started when a call wanted to choose the devices."""
+    """JAX had already started its devices when a call tried to choose them."""
 
 
 class ArgumentError(DistributeError, ValueError):
@@ -81,11 +81,11 @@ class ArgumentError(DistributeError, ValueError):
 
 
 class CheckpointError(DistributeError, ValueError):
-    """A tree cannot be saved, or a checkpoint does not fit the tree that it should be restored into."""
+    """A tree cannot be saved, or a checkpoint does not match the tree that it should be restored into."""
 
 
 class CheckpointDamagedError(CheckpointError):
-    """The files of a checkpoint are not what was saved."""
+    """The files of a checkpoint are damaged: they are not what was saved."""
 
 
 class CheckpointFileError(CheckpointError, OSError):

@@ -327,7 +327,7 @@ class ClusterResolver(abc.ABC):
             raise ArgumentError(
                 f"{type(self).__name__}.num_accelerators({task_type!r}, {task_id}): this is process "
                 f"{process}, and JAX runs with {jax.process_count()} process(es). Make the strategy, "
-                "which starts the others, before asking for their devices."
+                "which connects the processes, before asking for their devices."
             )
         return count_by_kind(d for d in jax.devices() if d.process_index == process)
 

@@ -240,11 +240,11 @@ class LaunchedClusterResolver(RankClusterResolver):
         limit = time.monotonic() + self._timeout
         while not file.exists():
             if (is_gone := has_ended(0)) or time.monotonic() > limit:
-                state = "has ended" if is_gone else f"has not come within {self._timeout:g} s"
+                state = "has ended" if is_gone else f"did not write it within {self._timeout:g} s"
                 raise ClusterError(
                     f"LaunchedClusterResolver: process {self.process_id} waits for the address of process 0, "
-                    f"which {state}: {file} is missing. Make the strategy in every process, and as the first "
-                    "thing."
+                    f"which {state}: {file} is missing. Make the strategy in every process, before anything "
+                    "else."
                 )
             time.sleep(_POLL_SECONDS)
         return file.read_text()

@@ -238,7 +238,7 @@ def expand_tasks(text: str) -> list[int]:
         match = _TASKS.fullmatch(part.strip())
         if match is None:
             raise ArgumentError(
-                f"The number of tasks on each host is {text!r}; it must be numbers with commas, "
+                f"The number of tasks on each host is {text!r}; it must be numbers separated by commas, "
                 "of which '2(x3)' stands for 2,2,2."
             )
         counts += [int(match[1])] * int(match[2] or 1)

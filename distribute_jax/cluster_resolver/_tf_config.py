@@ -131,7 +131,7 @@ def _read() -> _TFConfig:
     except json.JSONDecodeError as error:
         raise TFConfigError(
             f"The environment variable TF_CONFIG is not JSON ({error.msg}). It was {text!r:.300}, and "
-            f"must be like {_EXAMPLE}. It goes wrong at",
+            f"must be like {_EXAMPLE}. The error is at",
             error.doc,
             error.pos,
         ) from None

@@ -216,8 +216,8 @@ class TPUClusterResolver(ClusterResolver):
             why = node.get("healthDescription", "")
             raise ClusterError(
                 f"TPUClusterResolver: the TPU {self._tpu!r} cannot be used: its state is {state} and "
-                f"its health {health}{f' ({why})' if why else ''}. Wait until it is READY, or make it again "
-                "if it was PREEMPTED."
+                f"its health {health}{f' ({why})' if why else ''}. Wait until it is READY, or create it "
+                "again if it was PREEMPTED."
             )
         if not addresses:
             raise ClusterError(

@@ -184,7 +184,7 @@ def _lines(mesh: Mesh, leaves: Sequence[_Named], hashed: jax.Array) -> Iterator[
         return
     for k, (name, array) in enumerate(leaves):
         for odd, rest in _differing(mesh, array, hashes[:, k]):
-            yield f"{name}, {leaf_text(array)}: {_names(odd)} not as on {_names(rest)}"
+            yield f"{name}, {leaf_text(array)}: {_names(odd)} unequal to {_names(rest)}"
 
 
 def _differing(
@@ -224,7 +224,7 @@ def _healed(name: str, value: Any) -> Any:
     hashes = np.asarray(layout.hashes([(name, value)]))[:, 0]
     for odd, rest in _differing(layout.mesh, value, hashes):
         if len(rest) <= len(odd):
-            lines = [f"{name}: {_names(odd)} not as on {_names(rest)}, which are not the majority"]
+            lines = [f"{name}: {_names(odd)} unequal to {_names(rest)}, which are not the majority"]
             raise OutOfSyncError(_UNEQUAL.format(lines=listed(lines)))
         for device in odd:
             source[devices.index(device)] = devices.index(rest[0])

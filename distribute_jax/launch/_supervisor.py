@@ -95,7 +95,7 @@ def supervise(
                 order.append(order.pop(order.index(places[outcome.failure.process])))
             used = processes if outcome.failure is None else max(least, used - 1)
             if used != len(places):
-                say(f"going on with {used} of {processes} processes")
+                say(f"continuing with {used} of {processes} processes")
             inbox.pause(verdict.pause)
             progress = verdict.progress
 
@@ -326,7 +326,7 @@ def cache_folder(environment: Mapping[str, str]) -> str:
         reason = str(error)
     if reason:
         raise ClusterError(
-            f"distribute-jax launch keeps what JAX has compiled in {folder}: {reason}. Set {CACHE} to a "
-            "folder that only you can write to, or to nothing to compile at every start."
+            f"distribute-jax launch cannot cache compiled programs in {folder}: {reason}. Set {CACHE} to a "
+            "folder that only you can write to, or to an empty string to compile at every start."
         )
     return str(folder)

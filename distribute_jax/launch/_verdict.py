@@ -121,7 +121,7 @@ def decide(
         return Verdict(now, 0, "")
     why = "all processes have saved after a preemption" if failure is None else str(failure)
     if outcome.rejoins:
-        why = "stopped, to start those that had failed again"
+        why = "stopped, so that the processes that had failed can rejoin"
     if now.fruitless >= max_restarts:
         code = SAVED if failure is None else failure.exit_code
         return Verdict(now, code, f"{_gave_up(now, max_restarts)}: {why}")

@@ -144,14 +144,14 @@ class Job:
     def _late(self, missing: Sequence[int], place: str, seconds: float) -> DeadlineExceededError:
         if self.index in missing:
             return DeadlineExceededError(
-                f"Process {self.index} of {self.count} came too late to {place}: the others had waited for "
-                "it, and have given up. Every process has to come here, in the same order. If one only "
+                f"Process {self.index} of {self.count} reached {place} too late: the others waited for it "
+                "and gave up. Every process has to reach it, in the same order. If one only "
                 "needs longer, give it more time: dj.ClusterOptions(step_seconds=...)."
             )
         lines = "\n".join(f"  {self.name_of(i)}{self.last_seen(i)}" for i in missing)
         return DeadlineExceededError(
-            f"Process {self.index} of {self.count} has waited {seconds:g} s for {place}, and not every "
-            f"process has come. Missing:\n{lines}\nEvery process has to come here, in the same order. Look "
+            f"Process {self.index} of {self.count} has waited {seconds:g} s for {place}, which not every "
+            f"process has reached. Missing:\n{lines}\nEvery process has to reach it, in the same order. Look "
             "at the output of those that are missing; if they only need longer, give them more time: "
             "dj.ClusterOptions(step_seconds=...)."
         )

@@ -104,7 +104,7 @@ def _failure_of_another(job: Job, news: Mapping[str, str]) -> str | None:
 
 def last_seen(job: Job, process: int) -> str:
     if step := _finished_steps(job).get(str(process)):
-        return f": left at step {step}, while the others go on"
+        return f": exited at step {step}, while the others continue"
     heartbeat = _heartbeats(job).get(process)
     return f": {heartbeat}" if heartbeat else ": has not been seen since the start"
 
@@ -138,7 +138,7 @@ def _lines(
     for i in range(job.count):
         is_awaited = True
         if str(i) in left:
-            text = f"left at step {left[str(i)]}, while the others go on"
+            text = f"exited at step {left[str(i)]}, while the others continue"
         elif i not in before:
             text = "no heartbeat since the start"
         elif before[i].number == after[i].number and i != job.index:  # which writes in this thread
@@ -236,7 +236,7 @@ class ExitHandler:
                 cause = first if may_follow else None
         self._excepthook(kind, error, trace)
         if is_of_jax:
-            say(f"the job cannot go on.{processes or describe_processes()}")
+            say(f"the job cannot continue.{processes or describe_processes()}")
         if cause is not None:
             self._code = OTHER_FAILED
             status_writer().error(cause)
@@ -364,7 +364,7 @@ class Watchdog:
 
 
 def _failure_text(failure: str, step: int) -> str:
-    return f"{failure}\nThis process ends with it, at step {step}."
+    return f"{failure}\nThis process exits because of it, at step {step}."
 
 
 def _dump_stacks() -> None:

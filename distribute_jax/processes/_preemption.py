@@ -27,8 +27,8 @@ _POLL_SECONDS = 0.2
 _WATCHER_SECONDS = 1.0
 _SIGTERM = "SIGTERM"
 _SIGTERM_UNNOTICED = (
-    "SIGTERM will not be noticed by this loop: the program has its own handler for it, or the loop runs in "
-    "another thread than the main one. Leave SIGTERM alone, or pass a termination_watcher_fn."
+    "SIGTERM will not be noticed by this loop: the program has installed another handler, or the loop does "
+    "not run in the main thread. Do not handle SIGTERM yourself, or pass a termination_watcher_fn."
 )
 _LOG = logging.getLogger("distribute_jax")
 _blocks = itertools.count()
@@ -105,9 +105,7 @@ class Preemption:
         self._request(_SIGTERM, self._grace)
 
     def _request(self, reason: str, grace: float) -> None:
-        message = (
-            f"{reason}: {grace:g} s of grace are over, and nothing was saved since. Not saved."
-        )
+        message = f"{reason}: the grace period of {grace:g} s is over, and nothing was saved in it."
         with self._changed:
             # A timer that starts after the block would end the program later.
             if self.requested_at is not None or self._ended.is_set():
@@ -116,7 +114,7 @@ class Preemption:
             self._deadline.daemon = True
             self._deadline.start()
             self.requested_at = time.monotonic()
-        _LOG.warning("%s: this process stops at the next step it can save.", reason)
+        _LOG.warning("%s: this process stops at the next step that it can save.", reason)
         self._try_put(f"requested/{self._job.index}", reason)
 
     def _expire(self, message: str) -> None:
@@ -132,7 +130,7 @@ class Preemption:
 
     def _agree(self) -> None:
         """Agrees with the other processes on a step once one of them got a request; runs in a thread."""
-        # Without process 0 the job cannot go on, and the watchdog ends it.
+        # Without process 0 the job cannot continue, and the watchdog ends it.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             while not self._ended.wait(_POLL_SECONDS) and not self._is_decided():
                 pass

@@ -41,7 +41,7 @@ _KINDS: Mapping[Any, type[Exception]] = {
     kind.__name__: kind for kind in (DeadlineExceededError, ProcessesDifferError)
 }
 _OTHER_LAUNCH = (
-    "This process belongs to another launch than the one it came to: an earlier attempt is still alive, or "
+    "This process and process 0 belong to different launches: an earlier attempt is still running, or "
     "two jobs use one port. End what is left of the earlier job."
 )
 
@@ -211,7 +211,7 @@ class _Server:
         names = ", ".join(map(str, missing[:16])) + (" and more" if len(missing) > 16 else "")
         present = ", ".join(f"{i} ({h.info})" for i, h in sorted(self._handshakes.items())[:16])
         return DeadlineExceededError(
-            f"{len(missing)} of {self._count} processes have not come {how}: process {names}. Here: "
+            f"{len(missing)} of {self._count} processes did not connect {how}: process {names}. Here: "
             f"{present}. Every process makes the strategy: start the missing ones and look at their output, "
             "or give the start more time: dj.ClusterOptions(start_seconds=...)."
         )
@@ -247,7 +247,7 @@ def _difference(first: Handshake, other: Handshake, count: int) -> ProcessesDiff
         if first.facts.get(key) != other.facts.get(key)
     ]
     if not lines and not 0 < other.process < count:
-        lines = [f"  process ids: 0 to {count - 1} on process 0, and {other.process} has come"]
+        lines = [f"  process ids: 0 to {count - 1} on process 0, and {other.process} connected"]
     if not lines:
         return None
     return ProcessesDifferError(
@@ -259,7 +259,7 @@ def _difference(first: Handshake, other: Handshake, count: int) -> ProcessesDiff
 
 def _duplicate_error(first: Handshake, second: Handshake) -> str:
     return (
-        f"Two processes say that they are process {first.process}: {first.info} and {second.info}. Give each "
+        f"Two processes claim to be process {first.process}: {first.info} and {second.info}. Give each "
         "its own number, and end what is left of an earlier job."
     )
 
@@ -274,7 +274,7 @@ def join_rendezvous(
         connection.settimeout(_GREETING_SECONDS)
         if _read_line(lines) != GREETING:
             raise ClusterError(
-                f"Process 0 of this job is expected at {address}, and what listens there is something else: "
+                f"Process 0 of this job is expected at {address}, but something else listens there: "
                 "another program, or another job that is running. Choose a port that is free on the machine "
                 "of process 0, and give it to every process."
             )

@@ -155,7 +155,7 @@ class Coordinator:
                 self._with_servers(self.state.write_back, at_rest=True, until=until)
             except TimeoutError:
                 n = len(self._log.open)
-                what = f"{n} closures are not over" if n else "the servers have not answered"
+                what = f"{n} function(s) not finished" if n else "the servers have not answered"
                 raise DeadlineExceededError(
                     f"coordinator.join: {what} after {timeout:g} seconds."
                 ) from None
@@ -233,7 +233,7 @@ class Coordinator:
             self._is_asking = False
             self._notify()
         if epoch != self._log.epoch:
-            raise WireError("the servers have gone back")
+            raise WireError("the servers have returned to a snapshot")
         return [answer.result() if answer in futures else answer for answer in answers]
 
     def _wait_until(self, is_so: Callable[[], bool], until: float = math.inf) -> None:
@@ -379,9 +379,9 @@ class Coordinator:
 
 
 _FATAL = """\
-The servers have no state to go on with: {reason}
+The servers have no state to continue from: {reason}
 Make a new strategy and restore the state from a checkpoint."""
 _KILLS = """\
-{step} ended {n} workers one after the other, and was given up: {reason}
+{step} was given up after {n} workers that ran it had died: {reason}
 Run it on one device to see why: with strategy.run in place of coordinator.schedule."""
 _CANCELLED = "The corresponding function is cancelled. Please reschedule the function."

@@ -168,7 +168,7 @@ def _explained(step: str, error: BaseException) -> BaseException:
 _SERVER_PLATFORM = "cpu"
 _SECONDS_TO_BEGIN, _POLL_SECONDS, _STOPPED_POLL_SECONDS = 60.0, 0.01, 10.0
 _LOG = logging.getLogger("distribute_jax")
-_STOPPED = "Waiting for %s: process %d is stopped. Let it go on with kill -CONT %d, or kill it."
+_STOPPED = "Waiting for %s: process %d is stopped. Resume it with kill -CONT %d, or kill it."
 
 
 class _Child(Connection):
@@ -387,7 +387,7 @@ class _Worker:
             raise WorkerLostError(str(error), has_work=has_work) from error
         if answer.name == "void":  # it has left all servers
             self._linked = [None] * len(self._stores)
-            raise WireError("the run counts no more")
+            raise WireError("the run was superseded")
         if answer.name == "failed":
             raise StepFailedError(f"{program.bound.step} failed on a worker: {answer.plain[0]}")
         types = [halves.worker.returns[i] for i in halves.results_at]
@@ -472,7 +472,7 @@ class Processes(Engine):
         end = time.monotonic() + _SECONDS_TO_BEGIN
         while number not in self._workers:  # it has not begun to work
             if time.monotonic() > end:
-                raise ContextError(f"dj.testing.kill: worker {number} has had nothing to do yet.")
+                raise ContextError(f"dj.testing.kill: worker {number} has not run a function yet.")
             time.sleep(_POLL_SECONDS)
         self._workers[number].kill()
 

@@ -44,9 +44,9 @@ def check_not_on_worker() -> None:
     """Refuses what would let a worker wait for itself, or happen once, while a function is traced."""
     if _current.get()[0] is not None:
         raise ContextError(
-            "A scheduled function, or one that makes a per-worker dataset, cannot schedule functions, wait "
-            "for them, fetch their values or run steps: it is what a worker runs. Do so outside of it, and "
-            "pass values in args."
+            "A function that a worker runs, scheduled or for a per-worker dataset, cannot schedule "
+            "functions, wait for them or fetch their values, and a function for a dataset cannot run steps. "
+            "Do so outside of it, and pass values in args."
         )
 
 
@@ -64,8 +64,8 @@ def experimental_get_current_worker_index() -> Any:
     worker, _ = _current.get()
     if worker is None:
         raise ContextError(
-            "experimental_get_current_worker_index was called outside of a scheduled function and of a "
-            "function that makes a per-worker dataset: only there is there a worker."
+            "experimental_get_current_worker_index was called where there is no worker. Call it in a "
+            "scheduled function, or in one that makes a per-worker dataset."
         )
     return worker
 
@@ -160,7 +160,7 @@ class PerWorkerIterator:
             except StopIteration:
                 raise EndOfDataError(
                     f"The dataset of worker {worker} has no more elements. Repeat it, or schedule no more "
-                    "closures than there are elements."
+                    "functions than there are elements."
                 ) from None
         # A distributed dataset, as TensorFlow's tutorial makes for each worker, has PerReplica leaves.
         return jax.tree.map(_of_worker, element, is_leaf=lambda x: isinstance(x, PerReplica))
@@ -172,8 +172,8 @@ def _of_worker(leaf: Any) -> Any:
     values = leaf.values if isinstance(leaf, PerReplica) else (value,)
     if len(values) > 1:
         raise ArgumentError(
-            f"create_per_worker_dataset: workers_per_update={len(values)} workers divide the batches of "
-            "a distributed dataset. Pass its elements in args of coordinator.schedule."
+            f"create_per_worker_dataset: with workers_per_update={len(values)} the workers divide each "
+            "batch. Pass elements of strategy.distribute_dataset(...) in args of coordinator.schedule."
         )
     return values[0]
 

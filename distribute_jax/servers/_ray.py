@@ -327,8 +327,8 @@ class Server:
         cluster = ClusterSpec(server_or_cluster_def)
         if job_name is None or job_name not in _JOBS.values():
             raise ArgumentError(
-                f"Server: job_name must be 'worker' or 'ps'; got {job_name!r:.60}. The chief makes "
-                "ParameterServerStrategy(cluster_resolver), and runs no Server."
+                f"Server: job_name must be 'worker' or 'ps'; got {job_name!r:.60}. The chief makes a "
+                "ParameterServerStrategy(cluster_resolver) instead."
             )
         index = check_int("Server: task_index", task_index, at_least=0)
         self._task, self._address = f"{job_name}-{index}", cluster.task_address(job_name, index)

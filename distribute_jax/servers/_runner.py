@@ -102,8 +102,8 @@ class ServersRunner(Runner):
         flags = getattr(getattr(fn, "__code__", None), "co_flags", 0)
         if not callable(fn) or flags & (inspect.CO_COROUTINE | inspect.CO_GENERATOR):
             raise ArgumentTypeError(
-                f"coordinator.schedule(fn={leaf_text(fn)}): fn is not a function, or an async one or a "
-                "generator."
+                f"coordinator.schedule(fn={leaf_text(fn)}): fn must be a function that is not async "
+                "and not a generator."
             )
         check_call(args, kwargs, "coordinator.schedule(fn")
         leaves, tree = jax.tree.flatten((tuple(args), kwargs or {}), is_leaf=_is_leaf)

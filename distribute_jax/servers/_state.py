@@ -120,7 +120,7 @@ class State:
         return programs[0].bound.halves.names[programs[0].keys.index(key)] if programs else ""
 
     def _settle(self, bound: BoundHalves, keys: Sequence[Key]) -> None:
-        """Moves what only workers used; refuses a step that needs what others change on more servers."""
+        """Moves what only workers used; refuses a step that needs what others change on other servers."""
         halves, homes = bound.halves, {}
         changing = self._changing | {keys[k] for half in halves.servers for k in half.writes}
         conflicts = []
@@ -260,6 +260,6 @@ class State:
 
 
 _OTHER_SERVERS = """\
-{step} needs these variables on more servers than a step that was scheduled before, and that changes them:
+{step} needs these variables on other servers than an earlier scheduled step, which changes them:
 {lines}
 Schedule this step first, or use ParameterServerStrategy(servers=1)."""

@@ -86,7 +86,7 @@ def run(
             answers.append(link(message))
     replies = [answer() for answer in answers]
     if any(message.name == "void" for message in replies):
-        raise WireError("the servers have gone back")
+        raise WireError("the servers have returned to a snapshot")
     pulled = _joined(read, [message.arrays for message in replies])
     if program.lookups is not None:
         most = [lookup.number for lookup in program.lookups.lookups]

@@ -36,8 +36,8 @@ class Partitioner:
             axis: the dim along which it may be divided.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no __call__(shape, dtype, axis=0), which returns the number of parts "
-            "along each dim."
+            f"{type(self).__name__} must define __call__(shape, dtype, axis=0), which returns the number of "
+            "parts along each dim."
         )
 
 

@@ -413,8 +413,8 @@ class Strategy(InputMethods, ModelMethods, V1Methods):
             timeout: seconds to wait; ``ClusterOptions.step_seconds`` if None.
 
         Raises:
-            DeadlineExceededError: processes have not come in time; the message names them. A
-                ``TimeoutError``, on every process that has come.
+            DeadlineExceededError: some processes did not call it in time; the message names them. It is a
+                ``TimeoutError``, raised on every process that called it.
             ValueError: ``name`` is not a string, or ``timeout`` not a positive number.
             RuntimeError: called inside ``run``.
 

@@ -52,7 +52,7 @@ def find_device(name: Any) -> jax.Device:
         devices = devices_of(kind)
         if kind == "gpu" and not devices:
             raise ArgumentError(
-                f"There is no device {name!r}: JAX sees no GPU. Install it for one, pip install "
+                f"There is no device {name!r}: JAX sees no GPU. Install JAX with GPU support, pip install "
                 "'distribute-jax[cuda13]'; distribute-jax doctor checks the installation."
             )
         index, process = int(match["index"] or 0), jax.process_index()
@@ -156,8 +156,8 @@ def log_default_strategy() -> None:
     if (devices := jax.local_device_count()) > 1:
         log_once(
             "fit runs on 1 of the %d local devices: no strategy was in scope when the dj.Model was made. "
-            "Make it under one: with dj.MirroredStrategy().scope(): model = dj.Model(...). Where one device "
-            "is what you want, dj.OneDeviceStrategy(0) says so.",
+            "Make it under one: with dj.MirroredStrategy().scope(): model = dj.Model(...). To train on one "
+            "device, use dj.OneDeviceStrategy(0).",
             devices,
         )
 

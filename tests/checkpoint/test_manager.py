@@ -242,6 +242,6 @@ def test_save_with_check_refuses_copies_that_differ(tmp_path: Path) -> None:
     ]
     odd = jax.make_array_from_single_device_arrays(raw.shape, raw.sharding, parts)
     model.kernel.set_raw_value(odd)
-    with pytest.raises(dj.OutOfSyncError, match=r"kernel.*: cpu:1 not as on cpu:0, cpu:2"):
+    with pytest.raises(dj.OutOfSyncError, match=r"kernel.*: cpu:1 unequal to cpu:0, cpu:2"):
         manager.save(2, {"model": model, "count": 3}, check=True)
     assert manager.all_steps() == [1]

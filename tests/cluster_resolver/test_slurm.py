@@ -46,7 +46,7 @@ def test_numbers_of_tasks_are_expanded(text, counts):
 
 @pytest.mark.parametrize("text", ["", "x", "2(x)", "2(3)", "2,,3", "-1"])
 def test_malformed_numbers_of_tasks_are_refused(text):
-    with pytest.raises(ValueError, match="must be numbers with commas"):
+    with pytest.raises(ValueError, match="must be numbers separated by commas"):
         expand_tasks(text)
 
 

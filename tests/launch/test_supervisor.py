@@ -237,9 +237,9 @@ def test_the_others_continue_without_a_failed_process_until_it_rejoins(launch):
     starts = ["0 0 3", "0 1 3", "0 2 3", "1 0 2", "1 2 2", "2 0 3", "2 1 3", "2 2 3"]
     assert sorted(line[4:] for line in launched.out) == starts
     assert "was ended by SIGKILL at step 3; " in launched.said[0]
-    assert launched.said[1] == "distribute-jax: going on with 2 of 3 processes"
-    assert "stopped, to start those that had failed again; " in launched.said[2]
-    assert launched.said[3] == "distribute-jax: going on with 3 of 3 processes"
+    assert launched.said[1] == "distribute-jax: continuing with 2 of 3 processes"
+    assert "stopped, so that the processes that had failed can rejoin; " in launched.said[2]
+    assert launched.said[3] == "distribute-jax: continuing with 3 of 3 processes"
 
 
 def test_the_job_does_not_shrink_below_min_processes(launch):

@@ -93,10 +93,10 @@ WORDS = {
     "waited at a barrier": (
         failure(
             1,
-            error="DeadlineExceededError: Process 0 of 2 has waited 1 s for 'barrier here', and not every "
-            "process has come. Missing:\n  process 7 (b, pid 4712): at step 0, in your code\nEvery process",
+            error="DeadlineExceededError: Process 0 of 2 has waited 1 s for 'barrier here', which not every "
+            "process has reached. Missing:\n  process 7 (b, pid 4): at step 0, in your code\nEvery process",
         ),
-        "process has come. Missing: process 7 (b, pid 4712): at step 0, in your code (exit code 1)",
+        "process has reached. Missing: process 7 (b, pid 4): at step 0, in your code (exit code 1)",
     ),
     "diverged": (
         failure(

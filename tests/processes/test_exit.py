@@ -105,7 +105,9 @@ def test_a_process_that_exits_without_an_error_is_named():
     results = run(left_by_sys_exit, 0)
     ended_within(results, 3.0)
     first = results[0].stderr
-    assert re.search(r"process 1 .*left at step 1, while the others go on +<- the others", first)
+    assert re.search(
+        r"process 1 .*exited at step 1, while the others continue +<- the others", first
+    )
     assert not re.search(r"process 0 \(.*<- the others", first)
     assert "ClusterOptions(shutdown_seconds=6)" in first
 
@@ -122,7 +124,7 @@ def test_a_late_process_gets_an_error_that_says_so():
     """A round that failed has failed for all; the next one, and a step, work."""
     early, late = reversed(run(later_than_the_others_waited))
     assert "Missing:\n  process 0" in early.value[0]
-    assert "Process 0 of 2 came too late to 'barrier here'" in late.value[0]
+    assert "Process 0 of 2 reached 'barrier here' too late" in late.value[0]
     assert early.value[1] == late.value[1] == 2.0
 
 

@@ -49,7 +49,7 @@ def test_an_exception_ends_all_processes_with_its_text():
     assert results[1].stderr.strip().endswith("ValueError: bad batch")
     *_, cause, last = results[0].stderr.strip().split("\n")
     assert re.search(r"process 1 \(.*\) failed: ValueError: bad batch", cause)
-    assert "This process ends with it" in last
+    assert "This process exits because of it" in last
 
 
 @pytest.mark.exhaustive
@@ -107,7 +107,8 @@ def test_a_process_that_finishes_early_is_named():
     results = run(fault_functions.loop, 50, environment={"EARLY": "1"})
     ended_within(results, fault_functions.STEP_SECONDS)
     assert re.search(
-        r"process 1 .*left at step 5, while the others go on +<- the others wait", results[0].stderr
+        r"process 1 .*exited at step 5, while the others continue +<- the others wait",
+        results[0].stderr,
     )
 
 
@@ -144,7 +145,7 @@ def test_a_process_that_ends_before_it_connects_is_named_with_an_exception():
     """No abort from C++, and long before the timeout."""
     results = run(fault_functions.missing)
     assert results[0].exit_code == 1
-    assert "have not come and process 1 has ended: process 1. Here: 0 (" in results[0].stderr
+    assert "did not connect and process 1 has ended: process 1. Here: 0 (" in results[0].stderr
     assert results[0].seconds < fault_functions.START_SECONDS
     assert results[1].value == "elsewhere"
 

@@ -297,7 +297,7 @@ def test_copies_are_healed_and_bad_batches_skipped_by_all(two_by_two):
     """With the same weights on both; one of them warns, and the error comes at one batch."""
     first, second = (outcome["guarded"] for outcome in two_by_two)
     assert second["warnings"] == []
-    assert "of process 1 not as on cpu:0 of process 0" in first["warnings"][0]
+    assert "of process 1 unequal to cpu:0 of process 0" in first["warnings"][0]
     assert (first["skipped"], second["skipped"]) == (1, 1)
     np.testing.assert_equal(first["weights"], second["weights"])
     assert np.isfinite(first["weights"][0]).all()

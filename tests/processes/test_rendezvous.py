@@ -98,7 +98,7 @@ def test_missing_processes_are_named_on_all_that_connected():
     assert time.monotonic() - start < 2.6
     for error in errors:
         assert isinstance(error, dj.DeadlineExceededError)
-        assert "2 of 4 processes have not come" in str(error)
+        assert "2 of 4 processes did not connect" in str(error)
         assert "process 1, 3" in str(error)
     assert str(errors[0]) == str(errors[1])
 
@@ -111,7 +111,7 @@ def test_a_process_that_has_ended_is_not_awaited(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv(_supervision.PROCESS_ID, own)
         address = f"127.0.0.1:{free_port()}"
         for error in together(chief(address, 3, limit), other(address, 1, 3, limit)):
-            assert f" of 3 processes have not come {how}: process " in str(error)
+            assert f" of 3 processes did not connect {how}: process " in str(error)
 
 
 def test_nobody_at_the_address_of_process_0_is_reported_with_host_and_port():
@@ -152,8 +152,8 @@ def test_other_jobs_and_duplicates_are_refused_and_the_job_continues():
     address = f"127.0.0.1:{free_port()}"
     double, last = late(address, 1), late(address, 2, 1.0)
     results = together(chief(address), other(address, 1), other(address, 2, job="b"), double, last)
-    assert "belongs to another launch" in str(results[2])
-    assert "Two processes say that they are process 1" in str(results[3])
+    assert "belong to different launches" in str(results[2])
+    assert "Two processes claim to be process 1" in str(results[3])
     assert isinstance(results[0], list)
     assert results[0] == results[1] == results[4]
 

@@ -183,7 +183,7 @@ def test_the_device_that_is_out_of_sync_is_named_on_all(two_by_two):
     for outcome in two_by_two:
         kind, text = outcome["out of sync"]
         assert kind == "OutOfSyncError"
-        assert "of process 1 not as on cpu:0 of process 0" in text
+        assert "of process 1 unequal to cpu:0 of process 0" in text
 
 
 def test_a_snapshot_does_not_change(two_by_two):

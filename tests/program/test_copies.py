@@ -37,9 +37,9 @@ def test_a_value_that_is_wrongly_assumed_mirrored_is_found(s4: dj.MirroredStrate
         dj.OutOfSyncError, match=r"dj.assume_mirrored at test_copies.py:\d+"
     ) as found:
         s4.run(step, args=(1.0,), options=options)
-    named = [line.strip() for line in str(found.value).splitlines() if "not as on" in line]
+    named = [line.strip() for line in str(found.value).splitlines() if "unequal to" in line]
     assert [line.split(",")[0] for line in named] == ["state", "result[0]"]
-    assert all("cpu:3 not as on cpu:0, cpu:1, cpu:2" in line for line in named)
+    assert all("cpu:3 unequal to cpu:0, cpu:1, cpu:2" in line for line in named)
     assert (float(state[...]), float(untouched[...])) == (2.0, 3.0)
     dj.check_in_sync((state, untouched))
     s4.run(step, args=(1.0,), options=dj.RunOptions(lowering=lowering, verify="off"))  # it drifts

@@ -552,7 +552,7 @@ def test_join_timeout_reports_unfinished_closures() -> None:
     iterator = iter(coordinator.create_per_worker_dataset(dataset))
     for _ in range(2):
         coordinator.schedule(lambda i: next(i), args=(iterator,))
-    with pytest.raises(TimeoutError, match=r"1 closures are not over after 3 seconds"):
+    with pytest.raises(TimeoutError, match=r"1 function\(s\) not finished after 3 seconds"):
         coordinator.join(3)
     assert not coordinator.done()
     go.set()

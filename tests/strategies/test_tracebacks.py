@@ -106,8 +106,7 @@ def test_a_step_without_run_prints_the_users_lines_only(
     s2: dj.Strategy, capsys: pytest.CaptureFixture[str]
 ):
     """Python prints the error, which the library raised below Flax and JAX."""
-    with s2.scope():
-        module = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    module = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     (batch,) = s2.distribute_dataset([np.ones((8, 2), np.float32)])
     with pytest.raises(dj.PerReplicaError) as raised:
         nnx.grad(lambda module: module(batch).mean())(module)

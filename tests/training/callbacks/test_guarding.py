@@ -201,7 +201,7 @@ def check_flips_are_found(rng: np.random.Generator, strategy: dj.Strategy, times
         with pytest.raises(dj.OutOfSyncError) as caught:
             fit_one_epoch(model, data, *callbacks)
         assert any(
-            leaf[0] in line and f": cpu:{device} not as on" in line
+            leaf[0] in line and f": cpu:{device} unequal to" in line
             for line in str(caught.value).splitlines()
         )
         nnx.update(model.module, start[0])
@@ -223,7 +223,7 @@ def test_a_flipped_bit_is_healed_by_the_majority_bitwise() -> None:
         return after
 
     s3 = dj.MirroredStrategy([0, 1, 2])
-    with pytest.warns(RuntimeWarning, match="cpu:1 not as on cpu:0, cpu:2"):
+    with pytest.warns(RuntimeWarning, match="cpu:1 unequal to cpu:0, cpu:2"):
         healed = run(s3, 1)
     assert bits_are_equal(healed, run(s3, None))
     with pytest.raises(dj.OutOfSyncError, match="not the majority"):
