@@ -132,8 +132,8 @@ class DistributedValues:
 class PerReplica(DistributedValues):
     """One global array whose parts belong to the replicas, divided along the mesh axis ``"data"``.
 
-    Making one moves no data. ``run`` splits exactly the values of this class among its arguments; every
-    other array goes whole to each replica.
+    Making one moves no data. ``run`` splits exactly the values of this class among its arguments; each
+    replica gets every other array in full.
 
     Attributes:
         global_array: the array of all replicas (global view), sharded over ``"data"``.

@@ -68,7 +68,7 @@ class CheckpointManager:
             whichever comes first; with neither, at each call.
         on_error: what happens if a step cannot be written: ``"raise"`` raises at the next ``save``
             or ``wait`` or at the end of the ``with`` block; ``"warn"`` warns there, and training
-            goes on. A save before a preemption raises in any case.
+            continues. A save before a preemption raises in any case.
 
     Raises:
         ValueError: an interval or ``max_to_keep`` is below 1, or ``on_error`` is neither.
@@ -222,7 +222,7 @@ class CheckpointManager:
         """Returns a ``with`` block that makes the loop in it safe against preemption.
 
         On entering, the newest checkpoint is restored, if there is one, including the position of the
-        iterator: the loop goes on at the very next example. When a process is preempted (SIGTERM, or
+        iterator: the loop continues at the very next example. When a process is preempted (SIGTERM, or
         ``termination_watcher_fn`` returns True), all processes of the job save at one common step, between
         two steps, and exit with ``SystemExit(42)``, by which ``distribute-jax launch`` knows to start
         them again. The loop is also saved at the intervals of the manager, if it has any, and at its end.
@@ -232,7 +232,7 @@ class CheckpointManager:
         Args:
             tree: a dict of what changes in the loop, as for ``save``; the iterator is saved with it. Only
                 what is changed in place is noticed: keep counters in variables.
-            iterator: a distributed iterator of a source that can seek.
+            iterator: a distributed iterator of a source that can resume within an epoch.
             grace_seconds: a process that was preempted exits after this time in any case, with exit
                 code 143 if it has not saved.
             termination_watcher_fn: called each second in another thread; True means that this process will be
@@ -242,7 +242,7 @@ class CheckpointManager:
             The block; its ``step`` counts the finished steps, over all starts.
 
         Raises:
-            ValueError: ``iterator`` is not a distributed iterator or its source cannot seek, ``tree`` is
+            ValueError: ``iterator`` is not a distributed iterator or its source cannot resume, ``tree`` is
                 not a dict, or ``grace_seconds`` is not positive.
 
         Example:

@@ -58,7 +58,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = True) -> 
     All processes of a job call it, with a folder that all of them see; each writes what it holds of arrays
     that are divided among them, and the first one commits.
 
-    At every moment the folder holds the old checkpoint or the new one, whole, also if the program is
+    At every moment the folder holds the old checkpoint or the new one, complete, even if the program is
     killed. The format is that of :class:`CheckpointManager`, and so is what a tree may hold.
     """
     directory, name = _directory_and_name("save", path)

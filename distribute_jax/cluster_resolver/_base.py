@@ -129,9 +129,9 @@ _ACCELERATORS = {"gpu": "GPU", "cuda": "GPU", "rocm": "GPU"}
 
 
 class ClusterResolver(abc.ABC):
-    """Knows the cluster that this process is part of.
+    """Describes the cluster that this process is part of.
 
-    A resolver answers TensorFlow's questions, in tasks: ``cluster_spec()``, ``task_type``, ``task_id``,
+    A resolver has TensorFlow's methods, about tasks: ``cluster_spec()``, ``task_type``, ``task_id``,
     ``master()``, ``num_accelerators()``. From these it derives what ``jax.distributed`` needs, in processes:
     ``num_processes``, ``process_id`` and ``coordinator_address``. The chief, if there is one, is process 0;
     the workers follow in the order of their indices. Tasks of other jobs (``ps``, ``evaluator``) are not

@@ -116,7 +116,7 @@ class OpenMPIClusterResolver(RankClusterResolver):
 
     Open MPI 4 tells each process where ``mpirun`` runs. Rank 0 is assumed to run there, with a port computed
     from the id of the job, as in JAX's own detection; if it does not, pass ``coordinator_address``. Open
-    MPI 5 does not tell: unless an address is passed, ``coordinator_address`` is None and
+    MPI 5 does not: unless an address is passed, ``coordinator_address`` is None and
     ``detection_method`` is ``"mpi4py"``, by which JAX asks MPI.
 
     Args:
@@ -159,7 +159,7 @@ class OpenMPIClusterResolver(RankClusterResolver):
 
     @property
     def detection_method(self) -> str | None:
-        """``"mpi4py"`` if Open MPI does not tell where rank 0 is, otherwise None."""
+        """``"mpi4py"`` if Open MPI does not say where rank 0 is, otherwise None."""
         return None if self._first_address() else "mpi4py"
 
     def _first_address(self) -> str:

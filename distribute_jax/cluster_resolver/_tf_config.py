@@ -29,8 +29,8 @@ _EXAMPLE = (
 class TFConfigClusterResolver(ClusterResolver):
     """The cluster that the environment variable ``TF_CONFIG`` describes, read at each call.
 
-    Without the variable the cluster is empty: one process. Values passed to the constructor or a setter win
-    over the variable.
+    Without the variable the cluster is empty: one process. Values passed to the constructor or a setter
+    take precedence over the variable.
 
     Args:
         task_type: the job of this process.
@@ -87,7 +87,7 @@ class TFConfigClusterResolver(ClusterResolver):
     ) -> str:
         """Returns the address of a task, of this one by default; empty for a cluster of one task.
 
-        A ``session_master`` in TF_CONFIG wins.
+        A ``session_master`` in TF_CONFIG takes precedence.
         """
         config = _read()
         if config.session_master is not None:

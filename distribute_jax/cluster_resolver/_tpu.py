@@ -69,7 +69,7 @@ class TPUClusterResolver(ClusterResolver):
       the metadata server (TPU VMs). With several slices, processes are numbered slice by slice, and the
       addresses of other slices are empty.
     - ``tpu="name"``: the hosts that the Cloud TPU API lists; the machine knows which of them it is.
-    - ``tpu="grpc://10.0.0.2:8470"``, or several with commas: these hosts.
+    - ``tpu="grpc://10.0.0.2:8470"``, or several separated by commas: these hosts.
     - ``tpu="local"`` or ``""``: this process only, with its devices, simulated ones included.
 
     Process 0 listens on port 8482, as with JAX's own detection, which reads the same metadata. Every request
@@ -77,8 +77,8 @@ class TPUClusterResolver(ClusterResolver):
 
     Args:
         tpu: as above.
-        zone: the zone of a TPU with a name; this machine's if None.
-        project: the project of a TPU with a name; this machine's if None.
+        zone: the zone of a named TPU; this machine's if None.
+        project: the project of a named TPU; this machine's if None.
         job_name: the job of the hosts.
         coordinator_name: the name of another job, with one task that does not train.
         coordinator_address: the address of that task.
@@ -90,7 +90,7 @@ class TPUClusterResolver(ClusterResolver):
     Raises:
         ArgumentError: only one of ``coordinator_name`` and ``coordinator_address`` is given.
         ClusterError: at a call: a service does not answer, or the TPU is not ready; a ``RuntimeError``.
-        MissingPackageError: at a call: requests is not installed, or google-auth for a TPU with a name.
+        MissingPackageError: at a call: requests is not installed, or google-auth for a named TPU.
 
     Example:
         >>> import distribute_jax as dj
@@ -197,7 +197,7 @@ class TPUClusterResolver(ClusterResolver):
     def _detected_task(self) -> tuple[str | None, int | None]:
         if self._tpu in _LOCAL:
             return self._job_name, 0
-        # A TPU with a name, or whose addresses are passed, is one slice.
+        # A named TPU, or one whose addresses are passed, is one slice.
         first_host = self._slice.first_host if self._tpu is None else 0
         return self._job_name, first_host + self._slice.host_id
 

@@ -156,7 +156,7 @@ class TruePositives(AtThresholds):
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp
-        >>> metric = dj.metrics.FalseNegatives()
+        >>> metric = dj.metrics.TruePositives()
         >>> metric.update_state(jnp.array([1, 1, 0]), jnp.array([0.9, 0.2, 0.4]))
         >>> float(metric.result())
         1.0

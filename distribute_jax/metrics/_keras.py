@@ -179,8 +179,8 @@ class CategoricalAccuracy(MeanMetricWrapper):
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp
-        >>> metric = dj.metrics.SparseCategoricalAccuracy(name="accuracy")
-        >>> metric.update_state(jnp.array([0, 0]), jnp.array([[2.0, 1.0], [0.0, 3.0]]))
+        >>> metric = dj.metrics.CategoricalAccuracy(name="accuracy")
+        >>> metric.update_state(jnp.array([[1, 0], [1, 0]]), jnp.array([[2.0, 1.0], [0.0, 3.0]]))
         >>> float(metric.result())
         0.5
 

@@ -84,7 +84,7 @@ def experimental_connect_to_cluster(
 
     Raises:
         ValueError: ``cluster_spec_or_resolver`` is not a resolver.
-        RuntimeError: JAX has computed before (``BackendStartedError``), or the processes cannot
+        RuntimeError: JAX has already started (``BackendStartedError``), or the processes cannot
             connect (``ClusterError``).
         TimeoutError: a process did not connect in time.
 

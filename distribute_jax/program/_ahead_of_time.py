@@ -181,7 +181,7 @@ def plan(
 
     Raises:
         ValueError: as for ``strategy.plan``, if no strategy can run it with any of these numbers; or an
-            argument is not what it should be.
+            argument is invalid.
 
     Example:
         >>> import distribute_jax as dj, jax.numpy as jnp

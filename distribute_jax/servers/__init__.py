@@ -1,9 +1,9 @@
 """Parameter servers: workers compute closures, servers store the state and apply updates in one order.
 
-In the order of a closure: ``_runner`` traces a scheduled function; ``_coordinator`` queues it; ``_log``
-admits and numbers it; ``_engine`` drives the workers, threads or (``_processes``, ``_ray``) other processes,
-whose program is ``_child``; ``_worker`` is one run of it; ``_store`` is one server; ``_state`` knows which
-server stores what. ``_input`` is what differs between workers.
+A closure is a scheduled function with its arguments. ``_runner`` traces it; ``_coordinator`` queues it; the
+log of ``_updates`` admits and numbers it; ``_engines`` drives the workers, threads or processes (on Ray
+``_ray``), whose program is ``_child``; ``_worker`` runs it; the stores of ``_updates`` are the servers;
+``_state`` knows which server stores what; ``_wire`` has messages, ``_input`` what differs between workers.
 """
 
 from distribute_jax.servers._coordinator import Coordinator as Coordinator, Stats as Stats

@@ -29,9 +29,9 @@ from distribute_jax.strategies._cross_replica import (
     reduce_values,
 )
 from distribute_jax.strategies._devices import (
+    check_axis_name,
     check_memory_kind,
-    checked_axis_name,
-    log_flags_too_late,
+    log_ignored_flags,
 )
 from distribute_jax.strategies._extended import StrategyExtended, V1Methods
 from distribute_jax.strategies._input import InputMethods, values_from_function
@@ -99,7 +99,7 @@ class Strategy(InputMethods, ModelMethods, V1Methods):
                 the devices' default memory.
             axis_name: how code in ``run`` names the axis of the replicas, beside ``"data"``.
         """
-        log_flags_too_late()
+        log_ignored_flags()
         name = type(self).__name__
         memory = f"{name}: optimizer_memory_kind"
         check_memory_kind(memory, optimizer_memory_kind, mesh.local_devices[0])
@@ -114,7 +114,7 @@ class Strategy(InputMethods, ModelMethods, V1Methods):
             reshard_after_forward,
             optimizer_memory_kind,
         )
-        self._axis_name = checked_axis_name(axis_name, mesh, name)
+        self._axis_name = check_axis_name(axis_name, mesh, name)
         self._runner = Runner(self, self._replicas, steps_in_flight)
 
     @property
@@ -301,7 +301,7 @@ class Strategy(InputMethods, ModelMethods, V1Methods):
                 its replicas' value, under SUM only if each process has one.
             axis: None combines the replicas' arrays element by element. An int or several also
                 reduce those dims of each replica's array: SUM adds everything, MEAN divides by the
-                total number of elements, so shares of different length count right.
+                total number of elements, so shares of different length are weighted correctly.
 
         Dtypes are those of ``ReplicaContext.all_reduce``: integers are added exactly, in the dtype of
         ``jnp.sum``, and their mean is floating.

@@ -13,9 +13,9 @@ from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._devices import (
     check_memory_kind,
     check_replicas_per_device,
-    devices_of,
     find_device,
     find_devices,
+    local_devices,
 )
 
 
@@ -24,7 +24,7 @@ class CentralStorageStrategy(Strategy):
 
     Each ``run`` sends the state that the step reads to the compute devices, updates it there once,
     and brings one copy back; between steps no compute device holds any. The numbers are those of
-    ``MirroredStrategy``. What a step returns equal on all replicas is stored on the parameter device too,
+    ``MirroredStrategy``. Results that are equal on all replicas are stored on the parameter device too,
     so a pytree of parameters that is passed in and returned is stored centrally as well.
 
     Args:
@@ -68,7 +68,7 @@ class CentralStorageStrategy(Strategy):
         if parameter_device is not None:
             device = find_device(parameter_device)
         else:
-            device = devices[0] if len(devices) == 1 else (devices_of("cpu") or devices)[0]
+            device = devices[0] if len(devices) == 1 else (local_devices("cpu") or devices)[0]
         check_memory_kind("CentralStorageStrategy: memory_kind", memory_kind, device)
         super().__init__(
             replica_mesh(devices, each),

@@ -26,9 +26,9 @@ from distribute_jax.cluster_resolver import (
 from distribute_jax.processes import ClusterOptions, current_job
 
 _LOG = logging.getLogger("distribute_jax")
-_NAME = re.compile(
+_DEVICE_NAME = re.compile(
     r"^/?(?:job:\w+/?)?(?:replica:\d+/?)?(?:task:(?P<task>\d+)/?)?(?:device:)?"
-    r"(?P<kind>[a-z]+)(?::(?P<index>\d+))?$",
+    r"(?P<platform>[a-z]+)(?::(?P<index>\d+))?$",
     re.IGNORECASE,
 )
 _PLATFORMS = {"gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu", "cpu": "cpu"}
@@ -47,10 +47,10 @@ def find_device(name: Any) -> jax.Device:
         devices, index = jax.local_devices(), operator.index(name)
         if 0 <= index < len(devices):
             return devices[index]
-    elif isinstance(name, str) and (match := _NAME.match(name)):
-        kind = _PLATFORMS.get(match["kind"].lower(), "")
-        devices = devices_of(kind)
-        if kind == "gpu" and not devices:
+    elif isinstance(name, str) and (match := _DEVICE_NAME.match(name)):
+        platform = _PLATFORMS.get(match["platform"].lower(), "")
+        devices = local_devices(platform)
+        if platform == "gpu" and not devices:
             raise ArgumentError(
                 f"There is no device {name!r}: JAX sees no GPU. Install JAX with GPU support, pip install "
                 "'distribute-jax[cuda13]'; distribute-jax doctor checks the installation."
@@ -81,9 +81,9 @@ def find_devices(names: Sequence[Any] | None) -> list[jax.Device]:
             "The devices of a strategy must be a list, such as [0, 1] or ['gpu:0', 'gpu:1'], or None for "
             f"all local devices; got {names!r:.80}."
         )
-    named = [(name, find_device(name)) for name in names]
-    devices = [device for _, device in named] or list(jax.local_devices())
-    duplicates = [name for name, device in named if devices.count(device) > 1]
+    names = list(names)
+    devices = [find_device(name) for name in names] or list(jax.local_devices())
+    duplicates = [n for n, device in zip(names, devices, strict=False) if devices.count(device) > 1]
     if duplicates:
         raise ArgumentError(
             f"{list(map(str, duplicates))} refer to the same device; each replica needs a separate one."
@@ -100,17 +100,17 @@ def connect(
     resolver: ClusterResolver | None,
     options: ClusterOptions | None,
     caller: str,
-    seconds: float | None = None,
+    start_seconds: float | None = None,
 ) -> tuple[ClusterResolver, list[jax.Device]]:
     """Connects the processes of a cluster, and returns its resolver and the devices of all processes."""
-    resolver = processes.connect(resolver, options, caller, seconds)
+    resolver = processes.connect(resolver, options, caller, start_seconds)
     return resolver, sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
 
 
 _CONNECT_HINT = "make a dj.MultiWorkerMirroredStrategy()"
 
 
-def log_cluster_ignored(caller: str, instead: str = _CONNECT_HINT) -> None:
+def log_cluster_ignored(caller: str, hint: str = _CONNECT_HINT) -> None:
     """Logs that a strategy uses one process's devices although TF_CONFIG or a launcher started several."""
     if current_job().is_alone and (launched := _launched_processes()) > 1:
         log_once(
@@ -118,14 +118,14 @@ def log_cluster_ignored(caller: str, instead: str = _CONNECT_HINT) -> None:
             "separate model, and in each dj.is_chief() is True. To train one model on all of them %s.",
             caller,
             launched,
-            instead,
+            hint,
         )
     if os.environ.get("TF_CONFIG"):
         _LOG.info(
             "%s ignores TF_CONFIG: it uses only the devices of this process. To train on those of all "
             "processes %s.",
             caller,
-            instead,
+            hint,
         )
 
 
@@ -134,16 +134,16 @@ def check_replicas_per_device(caller: str, number: Any) -> int:
     return check_int(f"{caller}: replicas_per_device", number, below=1 << 16)
 
 
-def devices_of(kind: str) -> list[jax.Device]:
-    """Returns this process's devices of a kind; an empty list if JAX has no such backend."""
+def local_devices(platform: str) -> list[jax.Device]:
+    """Returns this process's devices of a platform; an empty list if JAX has no such backend."""
     try:
-        return list(jax.local_devices(backend=kind)) if kind else []
+        return list(jax.local_devices(backend=platform)) if platform else []
     except RuntimeError:
         return []
 
 
-def checked_axis_name(name: str, mesh: Mesh, caller: str) -> str:
-    """Returns a name for the replicas' axis, which no other axis of the mesh may have."""
+def check_axis_name(name: str, mesh: Mesh, caller: str) -> str:
+    """Returns the name of the replicas' axis; raises if another axis of the mesh has it."""
     others = [axis for axis in mesh.axis_names if axis != DATA]
     if not name or name in others:
         rule = f" other than {', '.join(map(repr, others))}" if others else ""
@@ -176,7 +176,7 @@ def log_no_tpu(caller: str) -> None:
         )
 
 
-def log_flags_too_late() -> None:
+def log_ignored_flags() -> None:
     """Logs that XLA_FLAGS asks for more host devices than JAX has."""
     requested, devices = _requested_host_devices(), jax.local_device_count()
     if requested > devices and jax.local_devices()[0].platform == "cpu":
@@ -198,7 +198,7 @@ def _requested_host_devices() -> int:
     return int(counts[-1]) if counts else 0
 
 
-_WITHOUT_NETWORK: dict[type[ClusterResolver], str] = {
+_OFFLINE_VARIABLES: dict[type[ClusterResolver], str] = {
     KubernetesClusterResolver: "NUM_PROCESSES",
     TPUClusterResolver: "TPU_WORKER_HOSTNAMES",
 }
@@ -209,7 +209,7 @@ def _launched_processes() -> int:
     """Returns how many processes were launched together, according to the environment."""
     try:
         resolver = detect()
-        variable = _WITHOUT_NETWORK.get(type(resolver))
+        variable = _OFFLINE_VARIABLES.get(type(resolver))
         return resolver.num_processes if variable is None or variable in os.environ else 1
     except DistributeError:  # there is no cluster, or its description is malformed
         return 1

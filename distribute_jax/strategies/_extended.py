@@ -335,13 +335,13 @@ class V1Methods:
         return self.experimental_local_results(value)
 
     def update_config_proto(self, config_proto: T) -> T:
-        """Returns a session's configuration: there is no session to configure."""
+        """Returns the configuration unchanged: there is no session to configure."""
         _warn("update_config_proto", "no call at all: a mesh needs no session", method=False)
         return config_proto
 
 
 class V1Iterator(Iterator[Any]):
-    """An iterator over a distributed dataset that ``initialize`` starts again."""
+    """An iterator over a distributed dataset that ``initialize`` restarts."""
 
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = dataset

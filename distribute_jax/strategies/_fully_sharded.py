@@ -16,7 +16,7 @@ from distribute_jax.strategies._devices import check_replicas_per_device, device
 
 
 class FullyShardedStrategy(Strategy):
-    """Trains on several devices; every device keeps its share of the model, not the whole.
+    """Trains on several devices, each of which stores a share of the model.
 
     Parameters, gradients and the optimizer's state are divided among the devices, each array along one
     dim, so that N devices hold a model of about N times the size. The step does not change: a parameter is
@@ -38,7 +38,7 @@ class FullyShardedStrategy(Strategy):
             least memory. False: nowhere; each parameter is gathered once in a step, and is whole until its
             gradient is computed.
         replicas_per_device: as for ``MirroredStrategy``; the state is divided among the devices.
-        cluster_resolver: who the processes are, to divide the model over the devices of all of them, as
+        cluster_resolver: describes the processes, to divide the model over the devices of all of them, as
             ``dj.cluster_resolver.detect()``; they are connected as by ``MultiWorkerMirroredStrategy``.
             None means the devices of this process.
         cluster_options: how long the processes wait for each other.
@@ -47,7 +47,7 @@ class FullyShardedStrategy(Strategy):
         axis_name: as in ``MirroredStrategy``.
 
     Raises:
-        ValueError: an argument is not what it should be; at the first ``run``: no parameter can be divided.
+        ValueError: an argument is invalid; at the first ``run``: no parameter can be divided.
         RuntimeError: as ``MultiWorkerMirroredStrategy``, with ``cluster_resolver``.
 
     Example:

@@ -96,7 +96,7 @@ class ModelMethods:
         *,
         replicas: int | None = None,
     ) -> StepPlan:
-        """Compiles a step for any number of replicas, and returns what it takes; nothing runs.
+        """Compiles a step for any number of replicas, and returns what it needs; nothing runs.
 
         The variables that the step reaches keep their values and their places. The devices of the
         replicas need not exist: XLA compiles for the kind of device that the strategy has.

@@ -46,7 +46,7 @@ class ModelParallelStrategy(Strategy):
         axis_name: as in ``MirroredStrategy``.
 
     Raises:
-        ValueError: an argument is not what it should be; a rule names an unknown axis, ``"data"``, or one
+        ValueError: an argument is invalid; a rule names an unknown axis, ``"data"``, or one
             axis twice. When a model is placed: a rule matches no variable, or does not fit its shape.
 
     Example:

@@ -17,13 +17,13 @@ class MultiWorkerMirroredStrategy(Strategy):
     """Trains on all devices of several processes; every device holds the whole model.
 
     The same program is started once for each process. Making the strategy connects them through
-    ``jax.distributed``, so it comes before anything else that computes. Each device of each process is a
+    ``jax.distributed``, so make it before anything else that computes. Each device of each process is a
     replica; replicas are numbered process by process. Each process reads and sees its own share of the
-    data and its own replicas' results; what is reduced, gathered or mirrored is the same everywhere. Where
-    no cluster is found the process is its only worker.
+    data and its own replicas' results; what is reduced, gathered or mirrored is the same everywhere. If
+    no cluster is detected, this process is the only worker.
 
     Args:
-        cluster_resolver: who the processes are; ``dj.cluster_resolver.detect()`` if None.
+        cluster_resolver: describes the processes; ``dj.cluster_resolver.detect()`` if None.
         communication_options: how ``ReplicaContext.all_reduce`` combines the replicas: the algorithm,
             packing, and ``timeout_seconds``, after which a collective that another process does not join
             fails; ``cluster_options.step_seconds`` if None.
@@ -40,11 +40,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         axis_name: as in ``MirroredStrategy``.
 
     Raises:
-        ValueError: an argument is not what it should be.
-        BackendStartedError: something has computed before; a ``RuntimeError``.
-        ClusterError: the cluster is described wrongly, or the processes cannot meet; a ``RuntimeError``.
+        ValueError: an argument is invalid.
+        BackendStartedError: JAX has already started its devices; a ``RuntimeError``.
+        ClusterError: the cluster is described wrongly, or the processes cannot connect; a ``RuntimeError``.
         ProcessesDifferError: the processes differ in what has to be the same; a ``RuntimeError``.
-        DeadlineExceededError: a process did not come in time; a ``TimeoutError``.
+        DeadlineExceededError: a process did not connect in time; a ``TimeoutError``.
 
     Example:
         >>> import distribute_jax as dj

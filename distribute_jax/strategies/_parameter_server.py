@@ -64,8 +64,8 @@ class ParameterServerStrategy(Strategy):
     """Trains asynchronously: servers store the variables, and workers compute steps, each on its own batch.
 
     A step is written for one replica, as for any strategy. A worker reads the weights, computes gradients and
-    sends them to the servers, which apply all updates in the order of one log, each exactly once. With
-    ``max_staleness=0`` the result is that of one device that takes the batches in the order of the log;
+    sends them to the servers, which apply all updates in one order, each exactly once. With
+    ``max_staleness=0`` the result is that of one device that takes the batches in that order;
     otherwise an update is computed from weights that are at most ``max_staleness`` updates old.
 
     ``ClusterCoordinator`` schedules steps. :meth:`run` waits for them, and runs its step in the caller's
@@ -132,16 +132,18 @@ class ParameterServerStrategy(Strategy):
         if cluster_resolver is not None:
             tasks, self._resolver = _checked_cluster(name, cluster_resolver), cluster_resolver
             chief = tasks.task_address("chief", *tasks.task_indices("chief"))
-            engine = _agreed(name, "engine", engine, "ray")
-            workers = _agreed(name, "workers", workers, tasks.num_tasks("worker"))
-            servers = _agreed(name, "servers", servers, tasks.num_tasks("ps"))
+            engine = _cluster_value(name, "engine", engine, "ray")
+            workers = _cluster_value(name, "workers", workers, tasks.num_tasks("worker"))
+            servers = _cluster_value(name, "servers", servers, tasks.num_tasks("ps"))
         workers = min(4, os.cpu_count() or 1) if workers is None else workers
-        number = check_int(f"{name}: workers", workers, below=1 << 16)
-        of_servers = check_int(f"{name}: servers", 1 if servers is None else servers, below=1 << 10)
+        worker_count = check_int(f"{name}: workers", workers, below=1 << 16)
+        server_count = check_int(
+            f"{name}: servers", 1 if servers is None else servers, below=1 << 10
+        )
         shares = 1 if workers_per_update is None else workers_per_update
         shares = check_int(f"{name}: workers_per_update", shares)
-        usual = 4 * number if shares == 1 else 0
-        staleness: float = usual if max_staleness is None else max_staleness
+        default_staleness = 4 * worker_count if shares == 1 else 0
+        staleness: float = default_staleness if max_staleness is None else max_staleness
         if not (isinstance(staleness, float) and staleness == float("inf")):
             staleness = check_int(f"{name}: max_staleness", staleness, at_least=0)
         if shares > 1 and staleness:
@@ -154,14 +156,14 @@ class ParameterServerStrategy(Strategy):
         options = options or ServerOptions()
         if engine in ("processes", "ray"):
             cluster = Cluster(chief) if engine == "ray" else None
-            remote = [RemoteStore(devices[0]) for _ in range(of_servers)]
+            remote = [RemoteStore(devices[0]) for _ in range(server_count)]
             coordinator = Coordinator(
-                number, remote, staleness, devices[0], snapshot_every=options.snapshot_every
+                worker_count, remote, staleness, devices[0], snapshot_every=options.snapshot_every
             )
             self._engine: Engine = Processes(coordinator, options.step_seconds, cluster)
         else:
-            stores = [Store() for _ in range(of_servers)]
-            coordinator = Coordinator(number, stores, staleness, devices[0])
+            stores = [Store() for _ in range(server_count)]
+            coordinator = Coordinator(worker_count, stores, staleness, devices[0])
             self._engine = Engine(coordinator, devices)
         self._coordinator = coordinator
         weakref.finalize(self, self._engine.stop)  # also when the program ends
@@ -236,30 +238,30 @@ class ParameterServerStrategy(Strategy):
 def _checked_cluster(name: str, resolver: ClusterResolver) -> ClusterSpec:
     """Returns the cluster; refuses one of which this process is not the chief."""
     cluster, task = resolver.cluster_spec(), resolver.task_type
-    numbers = {job: cluster.task_indices(job) if job in cluster.jobs else [] for job in _JOBS}
+    indices = {job: cluster.task_indices(job) if job in cluster.jobs else [] for job in _JOBS}
     others, known = set(cluster.jobs) - set(_JOBS), (*_JOBS, None)
-    gaps = any(numbers[job] != list(range(len(numbers[job]))) for job in ("worker", "ps"))
-    faults = {
+    gaps = any(indices[job] != list(range(len(indices[job]))) for job in ("worker", "ps"))
+    refusals = {
         "The cluster must not be empty.": not cluster,
         f"Disallowed task type found in cluster spec: {others}. Allowed types are {_JOBS}.": others,
         f"Unrecognized task_type: {task}, valid task types are: {_JOBS}.": task not in known,
-        "There must be at most one 'chief' job.": len(numbers["chief"]) > 1,
-        "There must be at least one ps.": not numbers["ps"],
-        "There must be at least one worker.": not numbers["worker"],
-        "The cluster needs a 'chief': the others join it at its address.": not numbers["chief"],
+        "There must be at most one 'chief' job.": len(indices["chief"]) > 1,
+        "There must be at least one ps.": not indices["ps"],
+        "There must be at least one worker.": not indices["worker"],
+        "The cluster needs a 'chief': the others join it at its address.": not indices["chief"],
         "The indices of workers and of ps must be 0, 1, …, without gaps.": gaps,
         f"Task {task} {resolver.task_id} makes no strategy: the chief does. A worker or ps calls "
         "dj.Server(…).join(), an evaluator dj.SidecarEvaluator(…).start().": task in _JOBS[1:],
     }
-    for text, is_so in faults.items():
-        if is_so:
+    for text, is_refused in refusals.items():
+        if is_refused:
             raise ArgumentError(f"{name}: {text}")
     return cluster
 
 
-def _agreed(name: str, argument: str, value: Any, of_cluster: Any) -> Any:
-    if value not in (None, of_cluster):
+def _cluster_value(name: str, argument: str, value: Any, in_cluster: Any) -> Any:
+    if value not in (None, in_cluster):
         raise ArgumentError(
-            f"{name}: {argument}={value!r} contradicts the cluster, which has {of_cluster!r}. Leave it out."
+            f"{name}: {argument}={value!r} contradicts the cluster, which has {in_cluster!r}. Leave it out."
         )
-    return of_cluster
+    return in_cluster

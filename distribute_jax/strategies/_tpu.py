@@ -28,7 +28,7 @@ class TPUStrategy(Strategy):
     """Trains on all cores of a TPU; each replica holds the whole model.
 
     The same program is started once on each host. Making the strategy connects the hosts through
-    ``jax.distributed``, so it comes before anything else that computes. Each core is a replica, or, with a
+    ``jax.distributed``, so make it before anything else that computes. Each core is a replica, or, with a
     device assignment, each block of cores: then a step says with ``experimental_split_to_logical_devices``
     which arrays its cores share, and XLA divides the work. Replicas are numbered process by process, within
     one so that neighbours in the network follow each other, or in the order of the assignment.
@@ -36,8 +36,8 @@ class TPUStrategy(Strategy):
     It runs on any devices, simulated ones too: ``TPUClusterResolver("local")`` takes what is there.
 
     Args:
-        tpu_cluster_resolver: knows the hosts, any of ``dj.cluster_resolver``. If None, the hosts are
-            detected from the environment; without any, this process is the only one.
+        tpu_cluster_resolver: describes the hosts, any of ``dj.cluster_resolver``. If None, the hosts are
+            detected from the environment; if there are none, this process is the only one.
         experimental_device_assignment: what ``DeviceAssignment.build`` returned: the cores of each replica.
             All cores of a replica belong to one process.
         experimental_spmd_xla_partitioning: accepted for TensorFlow's signature, and True: XLA always
@@ -52,9 +52,9 @@ class TPUStrategy(Strategy):
 
     Raises:
         ValueError: no resolver, an assignment that spreads a replica over processes, or another argument.
-        BackendStartedError: something has computed before; a ``RuntimeError``.
-        ClusterError: the cluster is described wrongly, or the processes cannot meet; a ``RuntimeError``.
-        DeadlineExceededError: a process did not come in time; a ``TimeoutError``.
+        BackendStartedError: JAX has already started its devices; a ``RuntimeError``.
+        ClusterError: the cluster is described wrongly, or the processes cannot connect; a ``RuntimeError``.
+        DeadlineExceededError: a process did not connect in time; a ``TimeoutError``.
 
     Example:
         >>> import distribute_jax as dj
