@@ -16,8 +16,8 @@ from distribute_jax._errors import ClusterError
 from distribute_jax._supervision import (
     ATTEMPT,
     HOST,
+    JOB_FOLDER,
     LOCAL_PROCESS_ID,
-    MEETING,
     NUM_PROCESSES,
     PROCESS_ID,
     has_ended,
@@ -209,7 +209,7 @@ class LaunchedClusterResolver(RankClusterResolver):
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/ClusterResolver
     """
 
-    variables: ClassVar[tuple[str, ...]] = (NUM_PROCESSES, PROCESS_ID, HOST, MEETING, ATTEMPT)
+    variables: ClassVar[tuple[str, ...]] = (NUM_PROCESSES, PROCESS_ID, HOST, JOB_FOLDER, ATTEMPT)
     _rank_names = (PROCESS_ID, NUM_PROCESSES)
     _local_rank_name = LOCAL_PROCESS_ID
     _hint = "Start the program with distribute-jax launch."
@@ -229,7 +229,7 @@ class LaunchedClusterResolver(RankClusterResolver):
         return self._rank_and_size(PROCESS_ID, NUM_PROCESSES)[0]
 
     def _first_address(self) -> str:
-        file = Path(self._variable(MEETING)) / f"coordinator-{self._number(ATTEMPT)}"
+        file = Path(self._variable(JOB_FOLDER)) / f"coordinator-{self._number(ATTEMPT)}"
         if self.process_id == 0:
             return _publish_address(file, self._variable(HOST))
         return with_port(

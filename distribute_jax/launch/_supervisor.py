@@ -289,7 +289,7 @@ class LocalJob:
             _supervision.JOB: self.name,
             _supervision.ATTEMPT: str(attempt),
             _supervision.HOST: _LOOPBACK,
-            _supervision.MEETING: str(self.folder),
+            _supervision.JOB_FOLDER: str(self.folder),
             _supervision.STATUS: str(status),
         }
         environment |= {k: v for k, v in (changes or {}).items() if k != "XLA_FLAGS"}

@@ -130,15 +130,15 @@ def _lines(
     job: Job,
     before: Mapping[int, Heartbeat],
     after: Mapping[int, Heartbeat],
-    left: Mapping[str, str],
+    finished: Mapping[str, str],
 ) -> list[str]:
     steps = [heartbeat.step for heartbeat in before.values()] or [0]
     somebody_waits = min(steps) < max(steps) or any(beat.phase for beat in before.values())
     lines = []
     for i in range(job.count):
         is_awaited = True
-        if str(i) in left:
-            text = f"exited at step {left[str(i)]}, while the others continue"
+        if str(i) in finished:
+            text = f"exited at step {finished[str(i)]}, while the others continue"
         elif i not in before:
             text = "no heartbeat since the start"
         elif before[i].number == after[i].number and i != job.index:  # which writes in this thread

@@ -35,7 +35,7 @@ SMALL = 16
 """State of at most this many elements, such as a step count, is stored on every server that reads it."""
 
 _READS_OTHER_SERVER = """\
-The update of {name} on server {server} reads {foreign} at {where}, which is stored on server {home}.
+The update of {name} on server {server} reads {foreign} at {where}, which is stored on server {owner}.
 A server updates its variables from what it stores and what a worker sends. Schedule this step before others \
 that change these variables, so that they are stored on one server, or use \
 ParameterServerStrategy(servers=1)."""
@@ -60,7 +60,7 @@ Parameter servers store %s and %d more variables on one server, since their upda
 as when updates are clipped by their norm."""
 _NOT_DIVIDED = "Parameter servers do not divide %s: %s."
 
-Homes = Mapping[int, Mapping[int, Rows | None]]
+Placement = Mapping[int, Mapping[int, Rows | None]]
 """For each leaf of state, by number, the servers that store it, and which rows; None for all rows."""
 
 Parts = Callable[[str, Any], list[Rows]]
@@ -85,7 +85,7 @@ class ServerPart(NamedTuple):
 class Division(NamedTuple):
     """A step divided between a worker and servers."""
 
-    homes: tuple[Mapping[int, Rows | None], ...]
+    placement: tuple[Mapping[int, Rows | None], ...]
     """For each leaf of state, the servers that store it, and which rows; None for all rows."""
     servers: Sequence[ServerPart]
     eqns: Sequence[Any]
@@ -213,7 +213,9 @@ class Update:
         computed = outputs_of(eqns)
         return [v for v in variables([*inputs_of(eqns), *atoms]) if v not in computed]
 
-    def divide(self, servers: int, results: Sequence[Any], known: Homes, parts: Parts) -> Division:
+    def divide(
+        self, servers: int, results: Sequence[Any], known: Placement, parts: Parts
+    ) -> Division:
         """Divides the state and its update among servers.
 
         The servers of some state are ``known``; other variables may be divided into ``parts``.
@@ -223,17 +225,17 @@ class Update:
         if servers > 1 and len(weights) > 2 and len({groups[k] for k in weights}) == 1:
             name = names[weights[0]]
             log_once(_STORED_TOGETHER, name, len(weights) - 1, about=name)
-        homes = self._homes(servers, groups, known)
-        self._divide_variables(servers, homes, groups, known, parts)
+        owners = self._owners(servers, groups, known)
+        self._divide_variables(servers, owners, groups, known, parts)
         stored = [
-            {k for k, home in homes.items() if s in known.get(k, self._rows.get(k, (home,)))}
+            {k for k, owner in owners.items() if s in known.get(k, self._rows.get(k, (owner,)))}
             for s in range(servers)
         ]
         for s in range(servers):
-            self._store_copies(s, stored, homes)
+            self._store_copies(s, stored, owners)
         # Small optimizer state that no update reads.
         stored[0].update(set(range(len(names))).difference(*stored))
-        self._store_copies(0, stored, homes)
+        self._store_copies(0, stored, owners)
         by_worker = self._equations_of_worker(stored, results)
         of_servers = [self._part(s, sorted(of), by_worker) for s, of in enumerate(stored)]
         finish = self.slice(results, self.after_sums)
@@ -259,7 +261,7 @@ class Update:
 
     # Where state is stored
 
-    def _homes(self, servers: int, group: Sequence[int], known: Homes) -> dict[int, int]:
+    def _owners(self, servers: int, group: Sequence[int], known: Placement) -> dict[int, int]:
         """Returns the server of each leaf, except small optimizer state, which is stored where it is read."""
         followers = self.state.followers
         heads = [leaves[0] for leaves in self.state.together]
@@ -267,8 +269,8 @@ class Update:
         for k in sorted(heads, key=lambda k: k in followers):
             if k not in followers or (self._is_large(k) and group[k] in followers):
                 place.setdefault(group[k], len(place) % servers)
-        homes = {k: place[head] for k, head in enumerate(group) if head in place}
-        return homes | {k: min(known[k]) for k in homes if k in known}
+        owners = {k: place[head] for k, head in enumerate(group) if head in place}
+        return owners | {k: min(known[k]) for k in owners if k in known}
 
     def _is_large(self, k: int) -> bool:
         return bool(prod(self.state.types[k].shape) > SMALL)
@@ -276,21 +278,21 @@ class Update:
     def _divide_variables(
         self,
         servers: int,
-        homes: Mapping[int, int],
+        owners: Mapping[int, int],
         groups: Sequence[int],
-        known: Homes,
+        known: Placement,
         parts: Parts,
     ) -> None:
         """Chooses the servers of rows of variables; optimizer state is divided like its variable."""
         names, types = self.state.names, self.state.types
         fixed = {groups[k]: known[k] for k in known if self._is_large(k)}
-        for head in sorted({groups[k] for k in homes} - self.state.followers):
+        for head in sorted({groups[k] for k in owners} - self.state.followers):
             if head not in fixed and len(rows := parts(names[head], types[head])) > 1:
-                of_parts = sorted((homes[head] + i) % servers for i in range(len(rows)))
+                of_parts = sorted((owners[head] + i) % servers for i in range(len(rows)))
                 fixed[head] = dict(zip(of_parts, rows, strict=True))
             place = {s: rows for s, rows in fixed.get(head, {}).items() if rows}
             if place and self._is_large(head):
-                members = [k for k in homes if groups[k] == head and self._is_large(k)]
+                members = [k for k in owners if groups[k] == head and self._is_large(k)]
                 self._rows.update(dict.fromkeys(members, place))
         while reasons := self._needed_whole():
             together = {groups[k] for k in reasons}
@@ -347,7 +349,7 @@ class Update:
 
     # What each part computes
 
-    def _store_copies(self, server: int, stored: list[set[int]], homes: dict[int, int]) -> None:
+    def _store_copies(self, server: int, stored: list[set[int]], owners: dict[int, int]) -> None:
         """Adds copies of small or constant state that the update of a server reads."""
         outputs = self.state.outputs
         while True:
@@ -355,20 +357,20 @@ class Update:
             eqns = self.slice(written.values(), self._of_state)
             new = self._numbers(self._needs(written.values(), eqns)) - stored[server]
             for k in filter(self._is_large, new & outputs.keys()):
-                self._refuse_foreign(k, server, homes[k], written)
+                self._refuse_foreign(k, server, owners[k], written)
             if not new:
                 return
             stored[server] |= new
 
     def _refuse_foreign(
-        self, foreign: int, server: int, home: int, written: dict[int, Any]
+        self, foreign: int, server: int, owner: int, written: dict[int, Any]
     ) -> None:
         names = self.state.names
         for k, atom in written.items():
             for eqn in self.slice([atom], self._of_state):
                 if self.state.inputs[foreign] in eqn.invars:
                     facts = {"name": names[k], "foreign": names[foreign], "where": line(eqn)}
-                    text = _READS_OTHER_SERVER.format(server=server, home=home, **facts)
+                    text = _READS_OTHER_SERVER.format(server=server, owner=owner, **facts)
                     raise LoweringError(text)
 
     def _of_state(self, eqn: Any) -> bool:

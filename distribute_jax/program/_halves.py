@@ -15,7 +15,7 @@ flattened). One step is::
     result = halves.result(handed, binding)
 
 ``apply`` of every server reads state from before the step. Leaves that several servers store whole, by
-``halves.homes``, are small or never change, and are equal on all of them.
+``halves.placement``, are small or never change, and are equal on all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from distribute_jax._values import PerReplica
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding
-from distribute_jax.program._divide import Division, Homes, ServerPart, State, Update
+from distribute_jax.program._divide import Division, Placement, ServerPart, State, Update
 from distribute_jax.program._in_turn import of_replica_id
 from distribute_jax.program._jaxprs import (
     INLINED,
@@ -135,7 +135,7 @@ class Halves:
 
     names: tuple[str, ...]
     """The name of each leaf of state, for messages."""
-    homes: tuple[Mapping[int, Rows | None], ...]
+    placement: tuple[Mapping[int, Rows | None], ...]
     """For each leaf, the servers that store it, in order, and which rows; None for all rows."""
     pulls: tuple[int, ...]
     """The leaves that a worker reads."""
@@ -184,7 +184,7 @@ def build_halves(
     call: Call,
     options: RunOptions,
     servers: int,
-    known: Homes = MappingProxyType({}),
+    known: Placement = MappingProxyType({}),
     partitioner: Callable[..., Any] | None = None,
     of_workers: int = 0,
     sparse: str | None = None,
@@ -237,12 +237,14 @@ def build_halves(
     )  # fmt: skip
     at = {selected: i for i, selected in enumerate(to_servers)}
     halves = [
-        _server_half(build, update, part, lookups, [of.get(s) for of in division.homes], sparse, at)
+        _server_half(
+            build, update, part, lookups, [of.get(s) for of in division.placement], sparse, at
+        )
         for s, part in enumerate(division.servers)
     ]
     return Halves(
         names=tuple(state.names),
-        homes=division.homes,
+        placement=division.placement,
         pulls=division.pulls,
         worker=worker,
         results=traced.results,

@@ -22,7 +22,7 @@ from distribute_jax.program._binding import (
 )
 from distribute_jax.program._cache import Request
 from distribute_jax.program._capture import captures, unwrap_jit
-from distribute_jax.program._divide import Homes
+from distribute_jax.program._divide import Placement
 from distribute_jax.program._halves import Halves, build_halves
 from distribute_jax.program._options import RunOptions, checked_run_options
 from distribute_jax.program._trace import Call
@@ -80,7 +80,7 @@ def places(binding: Binding) -> list[tuple[nnx.Variable[Any], int]]:
 class Stored(Protocol):
     """The state of a strategy's steps on servers."""
 
-    def known(self, binding: Binding) -> Homes:
+    def known(self, binding: Binding) -> Placement:
         """Returns the servers of leaves that the updates of earlier steps use."""
 
     def load(self, bound: BoundHalves) -> Any:

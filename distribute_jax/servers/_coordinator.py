@@ -28,7 +28,7 @@ from distribute_jax._errors import (
 from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax._messages import error_text
 from distribute_jax.program._binding import Binding
-from distribute_jax.program._divide import Homes
+from distribute_jax.program._divide import Placement
 from distribute_jax.program._halves_cache import BoundHalves
 from distribute_jax.servers._input import check_not_on_worker
 from distribute_jax.servers._state import Program, State
@@ -62,7 +62,7 @@ class Closure:
 
     def data_of(self, worker: int, share: int) -> list[Any]:
         """Returns what the first worker to run a share has read: no element is lost with a worker."""
-        with self._reading:  # that worker may still read when the servers have gone back
+        with self._reading:  # that worker may still read when the servers return to a snapshot
             if share not in self._data:
                 self._data[share] = self.read(worker, share)
             return self._data[share]
@@ -108,7 +108,7 @@ class Coordinator:
         self._awaited: list[Callable[[], bool]] = []
         self._error: BaseException | None = None
         self._fatal: BaseException | None = None
-        """Why the servers have no state from which training could go on."""
+        """Why the servers have no state from which training could continue."""
         self._staleness: Counter[int] = Counter()
         self._applied = [0] * workers
         self._stopped = False
@@ -118,7 +118,7 @@ class Coordinator:
 
     # Called by the user's thread. ``known`` and ``load`` are those of ``Stored``.
 
-    def known(self, binding: Binding) -> Homes:
+    def known(self, binding: Binding) -> Placement:
         with self._lock:
             return self.state.known(binding)
 
@@ -147,7 +147,7 @@ class Coordinator:
         self.state.send(written)
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits until all closures are over, updates the variables, and raises a closure's first error."""
+        """Waits until all closures have finished, updates variables, and raises a closure's first error."""
         check_not_on_worker()
         until = math.inf if timeout is None else time.monotonic() + timeout
         with self._lock:
@@ -312,7 +312,7 @@ class Coordinator:
             self._applied[run.worker] += times
 
     def lose_server(self, number: int, error: str) -> None:
-        """Begins no run until the servers have gone back."""
+        """Begins no run until the servers have returned to a snapshot."""
         with self._lock:
             self._servers_down += 1
             self._losses_at_version[number, self._log.version] += 1

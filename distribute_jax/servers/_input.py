@@ -142,8 +142,8 @@ class PerWorkerIterator:
                 return tuple(self._first[:count])
             peeked: Any = self._peeked if worker == 0 else ()
             # A list, since a generator cannot raise StopIteration.
-            taken = [peeked.popleft() if peeked else self._next(worker) for _ in range(count)]
-            return tuple(taken)
+            elements = [peeked.popleft() if peeked else self._next(worker) for _ in range(count)]
+            return tuple(elements)
 
     def _next(self, worker: int) -> Any:
         with on_worker(worker):

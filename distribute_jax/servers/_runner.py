@@ -87,7 +87,7 @@ class ServersRunner(Runner):
         return super().steps(*args)
 
     def check_skipped_steps(self, delay: int = 0) -> None:
-        """Also looks at the closures since the last time, which are over."""
+        """Also checks the closures since the last call, which have finished."""
         super().check_skipped_steps(delay)
         if not delay:
             guarded, self._guarded = self._guarded, {}

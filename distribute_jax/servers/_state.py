@@ -18,7 +18,7 @@ from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax._jax_private import read_raw, write_raw
 from distribute_jax._messages import listed
 from distribute_jax.program._binding import Binding
-from distribute_jax.program._divide import Homes
+from distribute_jax.program._divide import Placement
 from distribute_jax.program._halves_cache import BoundHalves, places
 from distribute_jax.program._rows import Rows, joined
 from distribute_jax.servers._updates import Key, Log
@@ -58,7 +58,7 @@ class State:
         self._numbers = itertools.count()
         self.variables: dict[int, nnx.Variable[Any]] = {}
         """By id; kept until what the servers have is written back."""
-        self._homes: dict[Key, Mapping[int, Rows | None]] = {}
+        self._placement: dict[Key, Mapping[int, Rows | None]] = {}
         """The servers that store an array, and which rows of it; None for all."""
         self._used: set[Key] = set()
         """The arrays that updates read or write; all steps must agree on their servers."""
@@ -80,13 +80,13 @@ class State:
             self._programs[id(bound)] = self._load(bound)
         return self._programs[id(bound)]
 
-    def known(self, binding: Binding) -> Homes:
+    def known(self, binding: Binding) -> Placement:
         keys = [self._keys.get((id(variable), leaf)) for variable, leaf in places(binding)]
-        return {k: self._homes[key] for k, key in enumerate(keys) if key in self._used}
+        return {k: self._placement[key] for k, key in enumerate(keys) if key in self._used}
 
     @interrupts_held_back()
     def _load(self, bound: BoundHalves) -> Program:
-        homes = bound.halves.homes
+        placement = bound.halves.placement
         at = [(id(variable), leaf) for variable, leaf in places(bound.binding)]
         numbered = {place: next(self._numbers) for place in at if place not in self._keys}
         numbered = self._keys | numbered
@@ -98,7 +98,7 @@ class State:
         self.load(program)
         for k, key in enumerate(keys):
             in_turn: Mapping[int, Rows | None] = {k % len(self._stores): None}
-            self._homes.setdefault(key, homes[k] if any(homes[k].values()) else in_turn)
+            self._placement.setdefault(key, placement[k] if any(placement[k].values()) else in_turn)
         return program
 
     def load(self, program: Program) -> None:
@@ -121,26 +121,26 @@ class State:
 
     def _settle(self, bound: BoundHalves, keys: Sequence[Key]) -> None:
         """Moves what only workers used; refuses a step that needs what others change on other servers."""
-        halves, homes = bound.halves, {}
+        halves, placement = bound.halves, {}
         changing = self._changing | {keys[k] for half in halves.servers for k in half.writes}
         conflicts = []
         for k in sorted({k for half in halves.servers for k in (*half.reads, *half.writes)}):
             key = keys[k]
-            homes[key] = halves.homes[k]
-            if key in changing & self._used and self._homes[key] != homes[key]:
+            placement[key] = halves.placement[k]
+            if key in changing & self._used and self._placement[key] != placement[key]:
                 conflicts.append(halves.names[k])
         if conflicts:
             raise UnsupportedError(_OTHER_SERVERS.format(step=bound.step, lines=listed(conflicts)))
         self._changing = changing
-        self._used |= homes.keys()
+        self._used |= placement.keys()
         self._reads.clear()
-        for key, new in homes.items():
-            if (old := self._homes.get(key, new)) != new and key in self.seen:
+        for key, new in placement.items():
+            if (old := self._placement.get(key, new)) != new and key in self.seen:
                 value = self.pull([key])[key]
-                for home in old.keys() - new:
-                    self._stores[home].forget([key])
+                for server in old.keys() - new:
+                    self._stores[server].forget([key])
                 self._assign(key, value, new)
-            self._homes[key] = new
+            self._placement[key] = new
 
     def written(self, leaves: Iterable[tuple[Key, Any]]) -> dict[Key, Any]:
         """Returns those leaves of variables that the servers do not have."""
@@ -160,17 +160,17 @@ class State:
         if self.recorder is not None:
             self.recorder.note_write(self._log.version, values)
         for key, value in values.items():
-            self._assign(key, jax.device_put(value, self._device), self._homes[key])
+            self._assign(key, jax.device_put(value, self._device), self._placement[key])
             self.seen[key] = value
 
-    def _assign(self, key: Key, value: Any, homes: Mapping[int, Rows | None]) -> None:
-        for home, rows in homes.items():
-            self._stores[home].assign([key], [rows.of(value) if rows else value])
+    def _assign(self, key: Key, value: Any, placement: Mapping[int, Rows | None]) -> None:
+        for server, rows in placement.items():
+            self._stores[server].assign([key], [rows.of(value) if rows else value])
 
     def _sources(self, key: Key) -> list[int]:
         """Returns the servers that an array is read from."""
-        homes = self._homes[key]
-        return [home for home, rows in homes.items() if rows] or [next(iter(homes))]
+        placement = self._placement[key]
+        return [server for server, rows in placement.items() if rows] or [next(iter(placement))]
 
     def prepare(self, program: Program, run: int) -> tuple[list[list[Any]], list[list[Any]]]:
         """Lets servers set aside what a run reads; returns ``places`` and ``rows`` of its ``Order``."""
@@ -178,10 +178,10 @@ class State:
             places, rows, keys = ([list[Any]() for _ in self._stores] for _ in range(3))
             self._reads[program] = places, rows, keys
             for i, k in enumerate(program.bound.halves.pulls):
-                for home in self._sources(program.keys[k]):
-                    places[home].append(i)
-                    keys[home].append(program.keys[k])
-                    rows[home].append(self._homes[program.keys[k]][home])
+                for server in self._sources(program.keys[k]):
+                    places[server].append(i)
+                    keys[server].append(program.keys[k])
+                    rows[server].append(self._placement[program.keys[k]][server])
         places, rows, keys = self._reads[program]
         for store, read in zip(self._stores, keys, strict=True):
             if read:
@@ -201,9 +201,9 @@ class State:
             self._log.forget(version)
 
     def restore(self, epoch: int) -> None:
-        for home, store in enumerate(self._stores):
-            keys = [key for key in self._saved if home in self._homes.get(key, ())]
-            rows = [self._homes[key][home] for key in keys]
+        for server, store in enumerate(self._stores):
+            keys = [key for key in self._saved if server in self._placement.get(key, ())]
+            rows = [self._placement[key][server] for key in keys]
             saved = [self._saved[key] for key in keys]
             arrays = [of.of(x) if of else x for of, x in zip(rows, saved, strict=True)]
             store.restore(epoch, self.saved_version or 0, keys, arrays=arrays)
@@ -214,16 +214,16 @@ class State:
         known, version, at_rest = self.variables, self._log.version, not self._log.open
         chosen = {i: v for i, v in known.items() if only is None or i in only}
         raws = {i: jax.tree.flatten(read_raw([v])[0]) for i, v in chosen.items()}
-        held = {self._keys[i, n]: x for i, (raw, _) in raws.items() for n, x in enumerate(raw)}
-        written = self.written(held.items())
+        values = {self._keys[i, n]: x for i, (raw, _) in raws.items() for n, x in enumerate(raw)}
+        written = self.written(values.items())
         if at_rest:
             self.send(written)
             written = {}
-        new = self.pull(self._changing & (held.keys() - written.keys()))
+        new = self.pull(self._changing & (values.keys() - written.keys()))
         for i, (raw, tree) in raws.items():
-            values = [new.get(self._keys[i, n], x) for n, x in enumerate(raw)]
-            if any(map(operator.is_not, values, raw)):
-                write_raw([known[i]], [jax.tree.unflatten(tree, values)])
+            leaves = [new.get(self._keys[i, n], x) for n, x in enumerate(raw)]
+            if any(map(operator.is_not, leaves, raw)):
+                write_raw([known[i]], [jax.tree.unflatten(tree, leaves)])
         self.seen.update(new)
         if only is None and not written:
             self._save(new, version)
@@ -232,10 +232,10 @@ class State:
 
     def pull(self, keys: Collection[Key]) -> dict[Key, Any]:
         parts: dict[Key, list[Any]] = {key: [] for key in keys}
-        asked = [[key for key in keys if n in self._sources(key)] for n in range(len(self._stores))]
-        answers = [store.pull(of) for store, of in zip(self._stores, asked, strict=True)]
-        for of_store, values in zip(asked, self._wait_for(answers), strict=True):
-            for key, value in zip(of_store, values, strict=True):
+        requests = [[k for k in keys if n in self._sources(k)] for n in range(len(self._stores))]
+        answers = [store.pull(of) for store, of in zip(self._stores, requests, strict=True)]
+        for requested, values in zip(requests, self._wait_for(answers), strict=True):
+            for key, value in zip(requested, values, strict=True):
                 parts[key].append(value)
         return {key: joined(values) for key, values in parts.items()}
 
@@ -253,8 +253,8 @@ class State:
         self._changing &= live
         self._used &= live
         for store in self._stores:
-            store.forget([*self._homes.keys() - live], names)
-        for by_key in (self._homes, self.seen):
+            store.forget([*self._placement.keys() - live], names)
+        for by_key in (self._placement, self.seen):
             for key in by_key.keys() - live:
                 del by_key[key]
 

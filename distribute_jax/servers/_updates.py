@@ -38,7 +38,7 @@ class Attempt(NamedTuple):
     pulled: int
     """The version of the state that it reads: the number of updates before."""
     epoch: int
-    """How many times the servers had gone back to a snapshot."""
+    """How many times the servers had returned to a snapshot."""
 
 
 class Update(NamedTuple):
@@ -75,14 +75,14 @@ class Log:
     def __init__(self, max_staleness: float) -> None:
         self.max_staleness = max_staleness
         self.version = self.epoch = self.attempts = 0
-        """How many updates the state has had, how often servers went back, how many runs have begun."""
+        """How many updates the state has had, how often servers lost some, how many runs have begun."""
         self.open: dict[Any, _Shares] = {}
         """The closures that have not finished."""
         self._waiting: deque[tuple[Any, int]] = deque()
         self._runs: dict[int, Attempt] = {}
         """The runs that are under way, in order; those that are done if their closure has not finished."""
         self._updates: list[tuple[Update, _Shares]] = []
-        """The latest updates, whose closures run again if the servers go back."""
+        """The latest updates, whose closures run again if the servers return to a snapshot."""
 
     def add(self, closure: Any, *, shares: int = 1, writes: bool = True) -> None:
         self.open[closure] = _Shares(shares, writes)

@@ -73,7 +73,7 @@ def run(
     program: WorkerProgram, order: Order, data: list[Any], links: Sequence[Link], devices: Devices
 ) -> list[Any]:
     """Returns the results of a run that is staged on all servers; raises WireError if one has gone back."""
-    local, home = devices
+    local, state_device = devices
     if order.faults:
         links = [_faulty(link, order, server) for server, link in enumerate(links)]
     ids = [] if program.lookups is None else _looked_up(program.lookups, data)
@@ -95,8 +95,8 @@ def run(
             for x, j in zip(pulled, program.lookups.pulls, strict=True)
         ]
         data = [*data, *(_filled(x + 1, n) for x, n in zip(ids, most, strict=True))]
-    handed = program.compute(_moved(pulled, home, local), _on(local, data))
-    handed = jax.block_until_ready(_moved(handed, local, home))
+    handed = program.compute(_moved(pulled, state_device, local), _on(local, data))
+    handed = jax.block_until_ready(_moved(handed, local, state_device))
     plain = [order.epoch, order.run, program.name]
     staged = [
         link(Message("stage", plain, _sent(program, server, handed, ids)))
@@ -136,12 +136,12 @@ def _filled(array: Any, number: int) -> Any:
 def _looked_up(half: LookupHalf, data: list[Any]) -> list[Any]:
     """Returns the sorted row numbers of each lookup."""
     indices = [np.asarray(x)[..., 0].astype(np.int32).ravel() for x in half.compute([], data)]
-    found = []
+    rows = []
     for lookup in half.lookups:
         last = lookup.rows - 1
         ids = [indices[i].clip(0, last) if clip else indices[i] for i, clip in lookup.indices]
-        found.append(_within(np.unique(np.concatenate(ids)), (0, lookup.rows)))
-    return found
+        rows.append(_within(np.unique(np.concatenate(ids)), (0, lookup.rows)))
+    return rows
 
 
 def _within(ids: Any, rows: Any) -> Any:

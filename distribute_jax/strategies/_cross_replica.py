@@ -248,10 +248,10 @@ def _uneven(shapes: Sequence[tuple[int, ...]], axes: Axes) -> ArgumentError:
         )
     ndim = len(shapes[0])
     differ = [d for d in range(ndim) if len({shape[d] for shape in shapes}) > 1]
-    wanted = tuple(sorted({a % ndim for a in axes or ()} | set(differ)))
+    dims = tuple(sorted({a % ndim for a in axes or ()} | set(differ)))
     return ArgumentError(
         f"{what}so they cannot be combined element by element. Reduce the dim that differs too "
-        f"(axis={wanted if len(wanted) > 1 else wanted[0]}), or join the values with "
+        f"(axis={dims if len(dims) > 1 else dims[0]}), or join the values with "
         f"strategy.gather(value, axis={differ[0]})."
     )
 

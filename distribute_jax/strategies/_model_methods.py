@@ -138,7 +138,7 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
         named = _leaves_of(model, state)
         variables = [v for v, _ in named if v is not None]
         paths = [path for v, path in named if v is not None]
-        of_leaves = iter(replicas.shardings(variables, lambda: paths))
+        shardings = iter(replicas.shardings(variables, lambda: paths))
         parts[:] = graph, tree, [
             (next(of_leaves) if v is not None else None) or replicas.state(getattr(leaf, "shape", ()))
             for v, _ in named

@@ -27,7 +27,7 @@ import numpy as np
 
 from distribute_jax._checks import check_choice, check_int, check_number, converting, refuse
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, ProcessFailedError
-from distribute_jax._supervision import MEETING, PROCESS_ID, read_status
+from distribute_jax._supervision import JOB_FOLDER, PROCESS_ID, read_status
 from distribute_jax.launch._process import ChildProcess, ProcessGroup, ProcessSpec, Sink
 from distribute_jax.launch._supervisor import PREFIX, LocalJob
 from distribute_jax.launch._verdict import signal_name
@@ -409,7 +409,7 @@ def run_in_child() -> None:
     faulthandler.enable()
     faulthandler.register(_STACK_SIGNAL, all_threads=True)
     try:
-        _call(Path(os.environ[MEETING]), int(os.environ[PROCESS_ID]))
+        _call(Path(os.environ[JOB_FOLDER]), int(os.environ[PROCESS_ID]))
     except Exception as error:
         if not current_job().is_alone:
             raise  # the job notifies the other processes and exits

@@ -22,7 +22,7 @@ def launched(monkeypatch, tmp_path):
             _supervision.PROCESS_ID: str(process),
             _supervision.LOCAL_PROCESS_ID: str(process),
             _supervision.HOST: "127.0.0.1",
-            _supervision.MEETING: str(tmp_path),
+            _supervision.JOB_FOLDER: str(tmp_path),
             _supervision.ATTEMPT: "0",
             **changes,
         }

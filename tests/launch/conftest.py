@@ -20,7 +20,7 @@ def step(number):  # as StatusWriter.step writes it
         file.write(struct.pack("=q", number + 1).ljust(4096, b"\\0"))
 
 def all_of(number):  # waits until so many are there
-    folder = os.environ["DISTRIBUTE_JAX_MEETING"]
+    folder = os.environ["DISTRIBUTE_JAX_JOB_FOLDER"]
     open(os.path.join(folder, f"there-{attempt}-{process}"), "w").close()
     while sum(name.startswith(f"there-{attempt}-") for name in os.listdir(folder)) < number:
         time.sleep(0.005)

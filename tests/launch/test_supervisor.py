@@ -26,7 +26,7 @@ def test_every_process_gets_its_variables_and_an_output_prefix(launch, tmp_path,
         "print(*(os.environ['DISTRIBUTE_JAX_' + name] for name in names), *sys.argv[1:])\n"
         "print(os.environ['XLA_FLAGS'], os.environ['JAX_PLATFORMS'], 'TF_CONFIG' in os.environ)\n"
         "print(os.environ['JAX_COMPILATION_CACHE_DIR'], oct(os.stat(os.environ["
-        "'DISTRIBUTE_JAX_MEETING']).st_mode)[-3:])\n"
+        "'DISTRIBUTE_JAX_JOB_FOLDER']).st_mode)[-3:])\n"
         "print('no newline', end='', file=sys.stderr)",
         "--processes=2",
         "--devices-per-process=3",
@@ -286,7 +286,7 @@ def test_nothing_in_another_session_outlives_the_job(tmp_path, end):
     script.write_text(
         "import os, subprocess, time\n"
         "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
-        "print(child.pid, os.environ['DISTRIBUTE_JAX_MEETING'], flush=True)\n"
+        "print(child.pid, os.environ['DISTRIBUTE_JAX_JOB_FOLDER'], flush=True)\n"
         f"time.sleep({0 if end == 'of a process' else 60})"
     )
     command = [sys.executable, "-m", "distribute_jax", "launch", str(script)]

@@ -49,14 +49,14 @@ class Servers:
                     servers=tuple(replace(s, apply=sent(s.apply)) for s in self.halves.servers),
                 )
         halves, stored = self.halves, self.stored
-        pulled = [stored[min(halves.homes[k])][k] for k in halves.pulls]
+        pulled = [stored[min(halves.placement[k])][k] for k in halves.pulls]
         handed = halves.worker(pulled, halves.data(binding, arguments))
         for server, state in zip(halves.servers, stored, strict=True):
             new = server.apply([state[k] for k in server.reads], [handed[i] for i in server.takes])
             state.update(zip(server.writes, new, strict=True))
-        leaves = [stored[min(homes)][k] for k, homes in enumerate(halves.homes)]
-        for k, homes in enumerate(halves.homes):
-            assert all(np.array_equal(key(stored[s][k]), key(leaves[k])) for s in homes)
+        leaves = [stored[min(placement)][k] for k, placement in enumerate(halves.placement)]
+        for k, placement in enumerate(halves.placement):
+            assert all(np.array_equal(key(stored[s][k]), key(leaves[k])) for s in placement)
         flow = iter(leaves)
         for variable in binding.variables:
             variable.set_raw_value(jax.tree.map(lambda _: next(flow), variable.get_raw_value()))
@@ -219,10 +219,10 @@ def test_updates_that_read_other_state_compute_the_bits_of_one_device(tx: Any, s
     of_servers = Servers(servers)
     for one, other in zip(run(dj.OneDeviceStrategy("cpu:0")), run(of_servers), strict=True):
         np.testing.assert_array_equal(one, other)
-    homes = dict(zip(of_servers.halves.names, map(tuple, of_servers.halves.homes), strict=True))
-    averages = [name for name in homes if name.startswith("average.")]
-    assert [homes[name] for name in averages] == [
-        homes[name.replace("average", "model")] for name in averages
+    where = dict(zip(of_servers.halves.names, map(tuple, of_servers.halves.placement), strict=True))
+    averages = [name for name in where if name.startswith("average.")]
+    assert [where[name] for name in averages] == [
+        where[name.replace("average", "model")] for name in averages
     ]
 
 
@@ -358,15 +358,15 @@ def test_variables_are_assigned_round_robin_and_optimizer_state_follows_its_weig
 
     servers.run(step, args=(ONES,))
     halves = servers.halves
-    homes = dict(zip(halves.names, map(tuple, halves.homes), strict=True))
-    weights = {name: home for name, home in homes.items() if name.startswith("layers")}
+    placement = dict(zip(halves.names, map(tuple, halves.placement), strict=True))
+    weights = {name: servers for name, servers in placement.items() if name.startswith("layers")}
     assert list(weights.values()) == [(0,), (1,), (0,), (1,)]
-    moments = [(name, home) for name, home in homes.items() if name.endswith("']")]
+    moments = [(name, servers) for name, servers in placement.items() if name.endswith("']")]
     assert len(moments) == 8
-    for name, home in moments:
+    for name, servers in moments:
         layer, kind = name.replace("'", "").replace("]", "").rsplit("[", 2)[1:]
-        assert home == weights[f"layers[{layer}].{kind}"], name
-    assert [home for home in homes.values() if len(home) == 2] == [(0, 1)]
+        assert servers == weights[f"layers[{layer}].{kind}"], name
+    assert [servers for servers in placement.values() if len(servers) == 2] == [(0, 1)]
     pulled = {halves.names[k] for k in halves.pulls}
     assert pulled == set(weights) - {
         "layers[1].bias"
