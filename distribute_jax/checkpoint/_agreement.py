@@ -42,7 +42,7 @@ VISIBILITY_SECONDS = 5.0
 
 _WARN_AFTER_SECONDS = 60.0
 _STILL_WRITING = (
-    "Waiting for a checkpoint that is still being written. Does the file system still answer?"
+    "Waiting for a checkpoint that is still being written. Does the file system still respond?"
 )
 _LOG = logging.getLogger("distribute_jax")
 
@@ -101,7 +101,7 @@ def wait_until_written(method: str, background: Background) -> None:
     late = ", ".join(job.name_of(i) for i, is_done in enumerate(are_done) if not is_done)
     raise _errors.DeadlineExceededError(
         f"{method}: the save before this one has been written for {seconds * TIMEOUT_FACTOR:g} s, still by "
-        f"{late}. Look whether the file system still answers there; where writing takes so long, give it "
+        f"{late}. Check whether the file system still responds there; if writing takes so long, give it "
         "more time: dj.ClusterOptions(step_seconds=...)."
     )
 

@@ -27,7 +27,7 @@ ITERATOR = "iterator"
 OTHER = "other"
 
 _NO_AGGREGATION = (
-    "an ON_READ variable with aggregation=NONE, of which nothing says how its replicas' values become one. "
+    "an ON_READ variable with aggregation=NONE, which leaves open how the replicas' values become one. "
     "Make it with aggregation=dj.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or save its .values"
 )
 

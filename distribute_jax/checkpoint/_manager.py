@@ -171,7 +171,7 @@ class CheckpointManager:
         if later:
             raise CheckpointError(
                 f"CheckpointManager.save got step {step}, but {self._directory} holds step {later[-1]} "
-                "already. Go on from there with restore_latest(tree), use another directory, or write it all "
+                "already. Continue from it with restore_latest(tree), use another directory, or save it all "
                 "the same with force=True."
             )
 
@@ -191,7 +191,7 @@ class CheckpointManager:
         if error is not None and not self._warns:
             raise error
         if error is not None and is_chief():
-            warn_user(f"{error}\nThe training goes on.", RuntimeWarning)
+            warn_user(f"{error}\nTraining continues.", RuntimeWarning)
 
     def wait(self) -> None:
         """Waits until the current save is on the disk.
@@ -346,7 +346,7 @@ class CheckpointManager:
         damaged = self._directory.damaged_names() or list(map(str, steps))
         if damaged:
             raise CheckpointDamagedError(
-                f"{self._directory} holds no checkpoint that is whole; damaged are {', '.join(damaged)}. "
+                f"{self._directory} holds no undamaged checkpoint; damaged are {', '.join(damaged)}. "
                 "Restore the directory from a copy, or start from the beginning in another one."
             )
 
@@ -362,7 +362,7 @@ class CheckpointManager:
         if not self._directory.exists(str(step)):  # another program removed an old step
             return
         aside = self._directory.set_aside(str(step))
-        where = f"set aside as {aside}" if aside else "left where it is, for want of rights"
+        where = f"set aside as {aside}" if aside else "left where it is, for lack of permission"
         text = (
             f"The checkpoint of step {step} is damaged and was {where}; the step before it is used."
         )

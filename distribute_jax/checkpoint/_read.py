@@ -51,7 +51,7 @@ Every leaf must be in both, with one shape and dtype. Build the model, the optim
 were when it was saved."""
 _OTHER_OPTIMIZER = """\
 The checkpoint {where} was saved with another optimizer: its opt_state differs, first at {first}. Nothing \
-was changed. Restore it with that optimizer; a new one, or another compile, then goes on from its weights."""
+was changed. Restore it with that optimizer; after that, a new one continues from its weights."""
 
 Box = tuple[slice, ...]
 

@@ -30,7 +30,7 @@ _RAISED_IN_THREAD = (
 )
 
 _INTERRUPTED = (
-    "Ctrl-C came while this iterator prepared a batch, and ended its pass. Start another one with "
+    "Ctrl-C interrupted this iterator while it prepared a batch, and ended its pass. Start another with "
     "iter(dataset), and iterator.restore(state) for the position that was saved last."
 )
 

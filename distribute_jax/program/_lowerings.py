@@ -331,7 +331,7 @@ of a value.
   decided by: {what}
   which may differ between replicas
 To roll, join, slice or pad a value along a dim that is divided over the devices of a replica, XLA lets all \
-devices of all replicas exchange parts; if one does not take part, the others wait for ever.
+devices of all replicas exchange parts; if one does not take part, the others wait forever.
 Replicate the value over its devices before the branch or loop:
     x = jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec())
 or reduce the predicate first, so that all replicas decide the same:

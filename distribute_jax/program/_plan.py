@@ -215,7 +215,7 @@ The wrong one of the two trains with gradients {replicas} times too large or too
 _DRIFT = f"""\
 The step would leave these variables different on each of the {{replicas}} replicas:
 {{lines}}
-A variable must end mirrored, or the replicas train different models. Usually the gradients were not \
+They must be equal on all replicas, or each one trains a different model. Usually the gradients were not \
 combined. Before the update write one of
 {_PAIRS} dj.Optimizer does the first by itself: update(model, grads) sums them. A value that you know to \
 be equal goes through dj.assume_mirrored(value); RunOptions(check_sync=False) turns the proof off."""

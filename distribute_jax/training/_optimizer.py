@@ -237,8 +237,8 @@ class Optimizer(nnx.Optimizer[Any]):
         """
         if not _is_node(model):
             raise ArgumentTypeError(
-                "apply_gradients takes the gradients of nnx.grad and the module that they are of, not pairs "
-                "of gradients and variables: write apply_gradients(grads, model)."
+                "apply_gradients takes the gradients of nnx.grad and the module that they belong to, not "
+                "pairs of gradients and variables: write apply_gradients(grads, model)."
             )
         return self.update(model, grads, **kwargs)
 

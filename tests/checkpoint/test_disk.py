@@ -260,7 +260,7 @@ def test_a_damaged_step_that_cannot_be_renamed_is_skipped(
     (tmp_path / "2" / "manifest.json").unlink()
     monkeypatch.setattr(Path, "rename", full)
     tree = {"x": 0}
-    with pytest.warns(RuntimeWarning, match="left where it is, for want of rights"):
+    with pytest.warns(RuntimeWarning, match="left where it is, for lack of permission"):
         assert manager.restore_latest(tree) == 1
     (tmp_path / "1" / "manifest.json").unlink()
     with warnings.catch_warnings():

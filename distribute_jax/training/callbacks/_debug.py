@@ -163,7 +163,7 @@ def _first_nonfinite(node: nnx.Pytree, root: str = "") -> str | None:
             is_bad = ~np.isfinite(on_host(leaf).astype(np.float32))
             if is_bad.any():
                 name = root + ".".join(map(str, path))
-                return f"{name}, in {int(is_bad.sum())} of {is_bad.size} places"
+                return f"{name}, in {int(is_bad.sum())} of {is_bad.size} elements"
     return None
 
 
@@ -238,7 +238,7 @@ class CheckInSync(Callback):
                 raise
             heal(self._tree())
             if is_chief():
-                text = f"The copies of the majority were taken for these.\n{error}"
+                text = f"These copies were replaced by those of the majority.\n{error}"
                 warn_user(text, RuntimeWarning)
 
 
