@@ -32,21 +32,21 @@ def add_program(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_program(options.program, is_module=options.module)
-    least = options.min_processes or options.processes
-    if least > options.processes:
+    min_processes = options.min_processes or options.processes
+    if min_processes > options.processes:
         raise ArgumentError(
-            f"launch: --min-processes {least} is above --max-processes {options.processes}."
+            f"launch: --min-processes {min_processes} is above --max-processes {options.processes}."
         )
     program = ["-m", options.program] if options.module else [options.program]
     return supervise(
         [sys.executable, *program, *options.arguments],
         {**os.environ, CACHE: cache_folder(os.environ)},
         processes=options.processes,
-        least=least,
+        min_processes=min_processes,
         rejoin=options.rejoin,
         devices=options.devices_per_process,
         max_restarts=options.max_restarts,
-        longest_pause=options.max_pause,
+        max_pause=options.max_pause,
         grace=options.grace,
     )
 
@@ -92,7 +92,7 @@ _OPTIONS: tuple[tuple[Sequence[str], Callable[[str], Any], Any, str, str], ...] 
     (("-n", "--processes", "--max-processes", "--nproc-per-node"), _at_least(1), 1, "N",
      "number of processes (1)"),
     (("--min-processes",), _at_least(1), None, "K",
-     "go on without processes that fail while at least K are left; default: restart all of them"),
+     "continue without processes that fail while at least K are left; default: restart all of them"),
     (("--rejoin",), _seconds, 60.0, "SECONDS",
      "time with fewer processes after which they save, and those that failed are started again (60)"),
     (("--devices-per-process",), _at_least(1), None, "M",

@@ -61,11 +61,11 @@ def supervise(
     environment: Mapping[str, str],
     *,
     processes: int,
-    least: int,
+    min_processes: int,
     rejoin: float,
     devices: int | None,
     max_restarts: int,
-    longest_pause: float,
+    max_pause: float,
     grace: float,
 ) -> int:
     """Runs a job to its end and returns its exit code, 42 if all saved; the options are those of launch."""
@@ -86,14 +86,14 @@ def supervise(
                 guard.end_all()
             else:  # stopped during the pause
                 outcome = AttemptOutcome(stop_signal=inbox.stop_signal)
-            verdict = decide(outcome, progress, max_restarts, longest_pause)
+            verdict = decide(outcome, progress, max_restarts, max_pause)
             if verdict.text:
                 say(verdict.text)
             if verdict.exit_code is not None:
                 return verdict.exit_code
             if outcome.failure is not None:
                 order.append(order.pop(order.index(places[outcome.failure.process])))
-            used = processes if outcome.failure is None else max(least, used - 1)
+            used = processes if outcome.failure is None else max(min_processes, used - 1)
             if used != len(places):
                 say(f"continuing with {used} of {processes} processes")
             inbox.pause(verdict.pause)

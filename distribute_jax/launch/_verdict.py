@@ -110,7 +110,7 @@ class AttemptOutcome:
 
 
 def decide(
-    outcome: AttemptOutcome, progress: Progress, max_restarts: int, longest_pause: float = 0.0
+    outcome: AttemptOutcome, progress: Progress, max_restarts: int, max_pause: float = 0.0
 ) -> Verdict:
     """Returns whether to restart a job, with the progress of the next attempt."""
     now = progress.after(outcome)
@@ -129,7 +129,7 @@ def decide(
         same = "not restarted, since every process failed with the same error before the first step"
         return Verdict(now, failure.exit_code, f"{same}: {why}")
     then = Progress(now.attempt + 1, now.best_step, now.fruitless)
-    pause = pause_after(now.fruitless, longest_pause)
+    pause = pause_after(now.fruitless, max_pause)
     return Verdict(then, None, f"{why}; {_restarting(then, max_restarts, pause)}", pause)
 
 

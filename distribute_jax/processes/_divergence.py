@@ -3,7 +3,7 @@
 Each process logs what must be the same on all: the steps that it runs, the host values that it passes,
 what it writes into variables between steps, where it waits for the others. The log is a hash chain, of which
 the watchdogs regularly compare the latest entries. So no process waits for another, and processes that
-diverge, or wait for each other in two places, are detected within moments, with the first difference in the
+diverge, or wait for each other in two places, are detected within seconds, with the first difference in the
 message.
 """
 
@@ -44,7 +44,7 @@ _DIVERGED = """\
 The processes diverged: they are no longer executing the same steps.
 {lines}
 Every process runs the same steps and calls the same methods (fit, save, reduce) in the same order, passes \
-the same host values, and writes the same into variables between steps. Look for what depends on the \
+the same host values, and writes the same values into variables between steps. Look for what depends on the \
 process: its number, a seed, the time, local data, a branch on dj.is_chief(). Values that may differ go into \
 a PerReplica: strategy.experimental_distribute_values_from_function."""
 
