@@ -69,15 +69,15 @@ def run(options: argparse.Namespace) -> int:
     page = re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (docs/\2)", page)
     page = re.sub(r"```\w+\n(.*?)\n```", lambda m: indent(m[1], "    "), page, flags=re.DOTALL)
     errors = dict(re.findall(r"^### (\w+)\n\n(.*?)(?=\n\n##|\Z)", page, re.MULTILINE | re.DOTALL))
-    asked = str(options.error).rpartition(".")[2]  # tracebacks show distribute_jax.OutOfSyncError
+    query = str(options.error).rpartition(".")[2]  # tracebacks show distribute_jax.OutOfSyncError
     for name, text in errors.items():
         if options.error is None:
             cause = re.split(r"[.;:]\s", f"{text.partition(') ')[2]}\n")[0]
             print(f"{name}: {' '.join(cause.split())}")
-        elif asked.lower() in (name.lower(), name.lower().removesuffix("error")):
+        elif query.lower() in (name.lower(), name.lower().removesuffix("error")):
             print(f"{name} {text}")
             return 0
     if options.error is None:
         return 0
-    near = get_close_matches(asked, errors) or ["distribute-jax explain, which lists them"]
-    raise ArgumentError(f"There is no error {asked!r}. Did you mean {' or '.join(near)}?")
+    near = get_close_matches(query, errors) or ["distribute-jax explain, which lists them"]
+    raise ArgumentError(f"There is no error {query!r}. Did you mean {' or '.join(near)}?")

@@ -386,7 +386,7 @@ class Update:
             self.slice(atoms, self._of_state)
             for atoms in (*([v for k, v in outputs.items() if k in of] for of in stored), results)
         ]
-        asked = Counter(
+        counts = Counter(
             self._id(eqn)
             for eqns in slices
             for eqn in eqns
@@ -394,7 +394,7 @@ class Update:
             if self._from_data_alone(eqn.outvars[0]) and self._id(eqn) not in self._by_rows
         )
         always = self.first.union(map(self._id, slices[-1]))
-        return {i for i, number in asked.items() if number > 1 or i in always}
+        return {i for i, number in counts.items() if number > 1 or i in always}
 
     def _part(self, server: int, stored: Sequence[int], by_worker: set[int]) -> ServerPart:
         outputs = {k: v for k, v in self.state.outputs.items() if k in stored}

@@ -337,8 +337,8 @@ def _element(container: Any, place: CapturePath, index: int, item: Any) -> Captu
 
 def _check_holds_no_numpy(holder: Any, name: str) -> None:
     """Refuses NumPy arrays in a container that is not followed; JAX's arrays are found in the trace."""
-    held = holder.get(None) if isinstance(holder, ContextVar) else holder
-    items = list(held) if isinstance(holder, deque) else [holder() if held is holder else held]
+    value = holder.get(None) if isinstance(holder, ContextVar) else holder
+    items = list(value) if isinstance(holder, deque) else [holder() if value is holder else value]
     if any(isinstance(item, np.ndarray) for item in items):
         raise StaleCaptureError(_NOT_FOLLOWED.format(name=name, kind=type(holder).__name__))
 

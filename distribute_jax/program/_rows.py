@@ -158,10 +158,10 @@ class Needs:
         self.whole: dict[Any, Any] = dict.fromkeys(variables(whole))
         """The values that are needed whole, with an equation that needs them so."""
         for eqn in reversed(eqns):
-            asked = [self.rows[v] for v in eqn.outvars if v in self.rows]
+            requested = [self.rows[v] for v in eqn.outvars if v in self.rows]
             is_whole = self.runs_whole(eqn)
-            operands = _operands(eqn, asked[0]) if asked and not is_whole else None
-            if operands is None and (asked or is_whole):
+            operands = _operands(eqn, requested[0]) if requested and not is_whole else None
+            if operands is None and (requested or is_whole):
                 operands = [lookups.get(id(eqn)), *[None] * (len(eqn.invars) - 1)]
                 for v in eqn.outvars:
                     self.whole.setdefault(v, eqn)

@@ -111,8 +111,8 @@ def _summable(op: ReduceOp, value: Any, mesh: Mesh) -> Any:
     is_whole = isinstance(value, (DistributedValues, jax.core.Tracer)) or is_local(mesh)
     if is_whole or not getattr(value, "is_fully_addressable", True):
         return value
-    own = [value] * len(local_replicas(mesh))  # with several, it is not known how often it counts
-    return value if op is ReduceOp.SUM and len(own) > 1 else stacked_value(own, mesh)
+    values = [value] * len(local_replicas(mesh))  # with several, it is unknown how often it counts
+    return value if op is ReduceOp.SUM and len(values) > 1 else stacked_value(values, mesh)
 
 
 def _is_one_array(value: Any) -> bool:
