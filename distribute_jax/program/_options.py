@@ -25,8 +25,8 @@ def _from_environment() -> Verify:
 class RunOptions:
     """How ``strategy.run`` compiles and checks a step.
 
-    By default it proves that the replicas stay in sync and updates state in place; a step then takes the
-    time of hand-written JAX.
+    By default it proves that the replicas stay in sync, compares the first call of a training step with one
+    device, and updates state in place.
 
     Example:
         >>> import distribute_jax as dj
@@ -38,9 +38,9 @@ class RunOptions:
 
     lowering: Lowering = "shard_map"
     """The JAX transformation that the step is compiled with. ``"pmap"`` is for comparison: it donates
-    nothing, and supports neither replicas of several cores nor shared optimizer state."""
+    nothing, and supports neither replicas of several cores nor sharded optimizer state."""
     check_sync: bool = True
-    """Prove when the step is traced that state ends equal on all replicas; False trusts the step."""
+    """Prove, when the step is traced, that it leaves state equal on all replicas; False trusts the step."""
     verify: Verify = field(default_factory=_from_environment)
     """When to run the step also on one device with the whole batch, from a copy of the state, and raise
     if the two differ by more than rounding. ``"auto"``, the default: at the first call, if the step
