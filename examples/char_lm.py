@@ -84,7 +84,7 @@ class Transformer(nnx.Module):
         self, context: int, width: int, layers: int, *, heads: int = 4, rngs: nnx.Rngs
     ) -> None:
         self.characters = nnx.Embed(VOCABULARY, width, rngs=rngs)
-        self.places = nnx.Embed(context, width, rngs=rngs)
+        self.positions = nnx.Embed(context, width, rngs=rngs)
         stack = nnx.vmap(lambda rngs: Block(width, heads, rngs))
         self.blocks = nnx.split_rngs(splits=layers)(stack)(rngs)
         self.norm = nnx.LayerNorm(width, rngs=rngs)
@@ -92,7 +92,7 @@ class Transformer(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the logits of the character after each one, which depend on earlier characters only."""
-        x = self.characters(x) + self.places(jnp.arange(x.shape[1]))
+        x = self.characters(x) + self.positions(jnp.arange(x.shape[1]))
         # One block after the other, and in the backward pass each is computed again from its input: the
         # activations, and the gathered parameters, of one block at a time are in memory.
         block = nnx.remat(lambda x, block: block(x))
@@ -131,8 +131,8 @@ def windows(text: str, context: int) -> Windows:
 def load_data(characters: int, context: int) -> tuple[Windows, Windows]:
     """Returns nine tenths of the text to train on, and the rest to validate on."""
     text = read_text(characters)
-    at = len(text) * 9 // 10
-    return windows(text[:at], context), windows(text[at:], context)
+    split = len(text) * 9 // 10
+    return windows(text[:split], context), windows(text[split:], context)
 
 
 # Training, and writing.
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    added = argparse.ArgumentParser(
+    cli = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -217,19 +217,17 @@ def parser() -> argparse.ArgumentParser:
         "--sample": (400, "characters to generate"),
     }
     for name, (default, meaning) in numbers.items():
-        added.add_argument(name, type=int, default=default, help=f"{meaning} (%(default)s)")
-    added.add_argument("--use", type=int, help="the number of devices (all)")
-    added.add_argument("--strategy", choices=STRATEGIES, default="mirrored", help="(%(default)s)")
-    added.add_argument(
-        "--plan", action="store_true", help="print what the first step takes, and end"
-    )
-    added.add_argument(
+        cli.add_argument(name, type=int, default=default, help=f"{meaning} (%(default)s)")
+    cli.add_argument("--use", type=int, help="the number of devices (all)")
+    cli.add_argument("--strategy", choices=STRATEGIES, default="mirrored", help="(%(default)s)")
+    cli.add_argument("--plan", action="store_true", help="print what the first step takes, and end")
+    cli.add_argument(
         "--devices",
         choices=("simulated", "real"),
         default="simulated",
         help="8 simulated CPU devices (default), or those that JAX finds",
     )
-    return added
+    return cli
 
 
 if __name__ == "__main__":

@@ -258,21 +258,21 @@ def positive(text: str) -> int:
 
 def parser(description: str) -> argparse.ArgumentParser:
     """The command line."""
-    added = argparse.ArgumentParser(
+    cli = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    added.add_argument("--replicas", type=positive, help="default: all devices")
-    added.add_argument("--epochs", type=positive, default=15, help="default: %(default)s")
-    added.add_argument(
+    cli.add_argument("--replicas", type=positive, help="default: all devices")
+    cli.add_argument("--epochs", type=positive, default=15, help="default: %(default)s")
+    cli.add_argument(
         "--batch-size", type=positive, default=64, help="examples in a global batch (%(default)s)"
     )
-    added.add_argument(
+    cli.add_argument(
         "--devices",
         choices=("simulated", "real"),
         default="simulated",
         help=f"{SIMULATED_DEVICES} simulated CPU devices (default), or those that JAX finds",
     )
-    return added
+    return cli
 
 
 if __name__ == "__main__":

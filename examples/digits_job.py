@@ -81,23 +81,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    added = argparse.ArgumentParser(
+    cli = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    added.add_argument("--steps", type=positive, default=300, help="default: %(default)s")
-    added.add_argument(
+    cli.add_argument("--steps", type=positive, default=300, help="default: %(default)s")
+    cli.add_argument(
         "--directory",
         default="job-checkpoints",
         help="for the checkpoints, the same for all processes; default: %(default)s",
     )
-    added.add_argument(
+    cli.add_argument(
         "--batch-size", type=positive, default=64, help="examples in a global batch (%(default)s)"
     )
-    added.add_argument(
+    cli.add_argument(
         "--every", type=positive, default=20, help="steps between checkpoints (%(default)s)"
     )
-    added.add_argument("--tpu", action="store_true", help="with dj.TPUStrategy")
-    return added
+    cli.add_argument("--tpu", action="store_true", help="with dj.TPUStrategy")
+    return cli
 
 
 if __name__ == "__main__":

@@ -32,15 +32,15 @@ class Notice:
     """An actor that tells the others whether to save and exit."""
 
     def __init__(self) -> None:
-        self._is_given = False
+        self._is_requested = False
 
-    def give(self) -> None:
-        """Asks them to."""
-        self._is_given = True
+    def request(self) -> None:
+        """Asks them to save and exit."""
+        self._is_requested = True
 
-    def is_given(self) -> bool:
+    def is_requested(self) -> bool:
         """Returns whether to save and exit."""
-        return self._is_given
+        return self._is_requested
 
 
 class Worker:
@@ -63,7 +63,7 @@ class Worker:
         strategy = dj.MultiWorkerMirroredStrategy()
         try:
             model = digits_job.train(
-                strategy, options, lambda: ray.get(notice.is_given.remote(), timeout=10)
+                strategy, options, lambda: ray.get(notice.is_requested.remote(), timeout=10)
             )
         except SystemExit:  # saved
             return ""
@@ -95,7 +95,7 @@ def attempt(count: int, options: argparse.Namespace) -> str:
         ]
         while not ray.wait(calls, timeout=POLL_SECONDS)[0]:
             if room(options) > count:
-                notice.give.remote()
+                notice.request.remote()
         return ray.get(calls)[0]
     except ray.exceptions.RayError as error:
         print(f"A worker was lost: {str(error).splitlines()[0]}", flush=True)

@@ -74,7 +74,7 @@ def train(strategy: dj.ParameterServerStrategy, data: Digits, epochs: int, kill:
             dj.testing.kill(strategy, worker=epoch % strategy.workers)
             dj.testing.kill(strategy, server=epoch % strategy.servers)
         coordinator.join()
-        results = jax.tree.map(lambda *of: np.mean(of), *coordinator.fetch(remote))
+        results = jax.tree.map(lambda *values: np.mean(values), *coordinator.fetch(remote))
         speed = number / (time.perf_counter() - started)
         console.print(
             f"epoch {epoch + 1:2}/{epochs}  loss {results['loss']:.4f}  "
@@ -108,16 +108,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    added = argparse.ArgumentParser(
+    cli = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    added.add_argument("--engine", choices=["threads", "processes", "ray"], default="threads")
-    added.add_argument("--workers", type=positive, default=4, help="default: %(default)s")
-    added.add_argument("--servers", type=positive, default=2, help="default: %(default)s")
-    added.add_argument("--epochs", type=positive, default=15, help="default: %(default)s")
-    added.add_argument("--kill", action="store_true", help="end a worker and a server each epoch")
-    added.add_argument("--devices", choices=["simulated", "real"], default="simulated")
-    return added
+    cli.add_argument("--engine", choices=["threads", "processes", "ray"], default="threads")
+    cli.add_argument("--workers", type=positive, default=4, help="default: %(default)s")
+    cli.add_argument("--servers", type=positive, default=2, help="default: %(default)s")
+    cli.add_argument("--epochs", type=positive, default=15, help="default: %(default)s")
+    cli.add_argument("--kill", action="store_true", help="end a worker and a server each epoch")
+    cli.add_argument("--devices", choices=["simulated", "real"], default="simulated")
+    return cli
 
 
 if __name__ == "__main__":

@@ -98,22 +98,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    added = argparse.ArgumentParser(
+    cli = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    added.add_argument("--directory", default="resume-checkpoints", help="default: %(default)s")
-    added.add_argument("--steps", type=positive, default=2000, help="default: %(default)s")
-    added.add_argument(
+    cli.add_argument("--directory", default="resume-checkpoints", help="default: %(default)s")
+    cli.add_argument("--steps", type=positive, default=2000, help="default: %(default)s")
+    cli.add_argument(
         "--every", type=positive, default=20, help="steps between checkpoints (%(default)s)"
     )
-    added.add_argument("--replicas", type=positive, help="default: all devices")
-    added.add_argument(
+    cli.add_argument("--replicas", type=positive, help="default: all devices")
+    cli.add_argument(
         "--devices",
         choices=("simulated", "real"),
         default="simulated",
         help=f"{SIMULATED_DEVICES} simulated CPU devices (default), or those that JAX finds",
     )
-    return added
+    return cli
 
 
 if __name__ == "__main__":
