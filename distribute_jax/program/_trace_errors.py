@@ -151,10 +151,11 @@ _NEEDED = re.compile(
 _NO_TENSOR = re.compile(r"Tensor\b.*\w+Tracer\b|\w+Tracer\b.*Tensor\b|\(got \w+Tracer", re.DOTALL)
 
 
-# Messages for arguments that tensors and layers of other frameworks take, and what to write instead.
+# Messages for what tensors, layers and models of other frameworks take, and what to write instead.
 _TENSOR_HABITS = {
     r"keyword argument 'training'": "A module of Flax has modes: model.train() and model.eval().",
     r"keyword argument '(dim|keepdim)'": "JAX's arrays take axis and keepdims.",
+    r"<Model of .* is not a valid JAX type": "Differentiate the module: nnx.grad(loss)(model.module).",
     r"'int' object is not callable": "The size of an array is an int: x.shape[0] for x.size(0).",
     r"Cannot interpret '(torch|tf)\.": "JAX's dtypes are jnp.float32 and the like.",
     r"Cannot interpret '-?\d+' as a data": "The view of an array takes a dtype: x.reshape(shape).",

@@ -128,6 +128,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda s: fit(s, module=Outer("__call__", "training")), r"model.train\(\) and model.eval\(\)"
     ),
     "size": (lambda s: run(s, lambda x: x.size(0)), r"x.shape\[0\] for x.size\(0\)"),
+    "gradient": (lambda s: s.run(nnx.grad(float), args=(dj.Model(Net(0)),)), r"nnx.grad.loss..model\.module"),
     "name of a loss": (lambda s: dj.losses.MSELoss(), r"Instead: MeanSquaredError\(\)"),  # type: ignore[attr-defined]
 }  # fmt: skip
 
