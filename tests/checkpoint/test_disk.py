@@ -131,7 +131,7 @@ def test_a_failed_save_is_reported_once_at_the_next_call(
             manager._background.join()
     with pytest.raises(OSError, match=r"(?s)r/1 could not be written: OSError: .*No space left"):
         raising.save(2, {"x": 1})
-    with pytest.warns(RuntimeWarning, match=r"(?s)w/1 could not .*The training goes on") as caught:
+    with pytest.warns(RuntimeWarning, match=r"(?s)w/1 could not .*Training continues") as caught:
         assert warning.save(2, {"x": 1})
     assert caught[0].filename == __file__
     assert raising.save(2, {"x": 1})
