@@ -85,7 +85,7 @@ class ServerPart(NamedTuple):
 class Division(NamedTuple):
     """A step divided between a worker and servers."""
 
-    placement: tuple[Mapping[int, Rows | None], ...]
+    owners: tuple[Mapping[int, Rows | None], ...]
     """For each leaf of state, the servers that store it, and which rows; None for all rows."""
     servers: Sequence[ServerPart]
     eqns: Sequence[Any]

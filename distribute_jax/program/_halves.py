@@ -237,14 +237,12 @@ def build_halves(
     )  # fmt: skip
     at = {selected: i for i, selected in enumerate(to_servers)}
     halves = [
-        _server_half(
-            build, update, part, lookups, [of.get(s) for of in division.placement], sparse, at
-        )
+        _server_half(build, update, part, lookups, [o.get(s) for o in division.owners], sparse, at)
         for s, part in enumerate(division.servers)
     ]
     return Halves(
         names=tuple(state.names),
-        placement=division.placement,
+        placement=division.owners,
         pulls=division.pulls,
         worker=worker,
         results=traced.results,
