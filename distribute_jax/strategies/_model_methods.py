@@ -140,7 +140,7 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
         paths = [path for v, path in named if v is not None]
         shardings = iter(replicas.shardings(variables, lambda: paths))
         parts[:] = graph, tree, [
-            (next(of_leaves) if v is not None else None) or replicas.state(getattr(leaf, "shape", ()))
+            (next(shardings) if v is not None else None) or replicas.state(getattr(leaf, "shape", ()))
             for v, _ in named
             for leaf in ([v] if v is None else jax.tree.leaves(v))
         ]  # fmt: skip
