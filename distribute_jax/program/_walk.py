@@ -100,9 +100,7 @@ class Walk(ABC):
         """Returns what must stop changing while the body of a loop is run again."""
         return list(marks)
 
-    failures: tuple[type[Exception], ...] = (
-        *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
-    )
+    failures: Any = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
     """Errors of a rule for a form of the equation that it does not know, as of another JAX version."""
 
     def by_rule(self, rule: Rule, eqn: Any, marks: Marks) -> Marks | None:

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_265,
-    lines_of_tests: 49_401,
+    lines: 50_093,
+    lines_of_tests: 49_345,
     files: 204,
     pieces: 0,
     private_words: 0,

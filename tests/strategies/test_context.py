@@ -172,7 +172,9 @@ def test_devices_by_index_and_by_tensorflow_name(name: object, index: int):
 
 
 def test_a_gpu_that_jax_does_not_see_says_what_to_install():
-    with pytest.raises(ValueError, match=r"'gpu:0': JAX sees no GPU\. Install it for one, pip"):
+    with pytest.raises(
+        ValueError, match=r"'gpu:0': JAX sees no GPU\. Install JAX with GPU support, pip"
+    ):
         dj.OneDeviceStrategy("gpu:0")
 
 
