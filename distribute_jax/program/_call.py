@@ -169,7 +169,7 @@ class BoundProgram:
         self, compiled: Callable[..., list[Any]], flat: list[Any], unchanged: bool
     ) -> list[Any]:
         """Runs the program such that no interrupt can lose its outputs: they are stored in a list in C."""
-        if not self.program.donated_state:
+        if not self.outputs:
             return compiled(*flat)
         pending = self._pending_outputs = []
         context = (

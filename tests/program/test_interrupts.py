@@ -97,10 +97,12 @@ def calls(strategy: dj.Strategy, model: Model) -> dict[str, tuple[Callable[[], A
         "run": (lambda: strategy.run(step, args=(first,)), 1),
         "run_steps": (lambda: strategy.run_steps(step, iter([first, second]), 2), 2),
         "partial batch": (lambda: strategy.run(padded_step, args=(padded,)), 1),
+        "not donated": (lambda: strategy.run(step, args=(first,), options=NOT_DONATED), 1),
     }
 
 
-KINDS = ("run", "run_steps", "partial batch")
+KINDS = ("run", "run_steps", "partial batch", "not donated")
+NOT_DONATED = dj.RunOptions(donate_state=False)
 
 
 AROUND_THE_PROGRAM = frozenset({
