@@ -72,17 +72,19 @@ BURSTS, PAUSE = 31, 0.03
 
 
 def host_seconds(trained: Trained, calls: int) -> list[float]:
-    """Times ``run`` with a program that returns at once what the real one gave: medians of bursts."""
+    """Times ``run`` with a program that returns its state and old results at once: medians of bursts."""
     program = entry_of(trained)[0].program
-    compiled, given = program.compiled, []
+    compiled, state, results = program.compiled, program.donated_state, []
 
     def once(*flat: Any) -> list[Any]:
-        given.append(compiled(*flat))
-        return given[0]
+        outs = compiled(*flat)
+        results.extend(outs[state:])
+        return outs
 
     program.compiled = once
     trained.run()
-    program.compiled = lambda *_: given[0]
+    # Nothing here may refer to the state, since run would copy it.
+    program.compiled = lambda *flat: [*flat[:state], *results]
     bursts = min(BURSTS, calls)
     # The real program is called in C, and this one passes for such.
     with mock.patch.object(_entry, "call_in_c", lambda compiled: compiled):
