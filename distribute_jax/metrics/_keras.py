@@ -365,5 +365,6 @@ def from_name(name: str, *, from_logits: bool) -> Metric:
             "dj.metrics."
         )
     loss = losses.get(name)
-    loss.from_logits = from_logits
+    if hasattr(loss, "from_logits"):
+        loss.from_logits = from_logits
     return MeanMetricWrapper(loss)

@@ -152,7 +152,7 @@ def check_axis_name(name: str, mesh: Mesh, caller: str) -> str:
 
 
 def log_default_strategy() -> None:
-    """Logs that ``fit`` uses one of several devices, since there is no strategy."""
+    """Logs that ``fit`` uses one of several devices, because no strategy is in scope."""
     if (devices := jax.local_device_count()) > 1:
         log_once(
             "fit runs on 1 of the %d local devices: no strategy was in scope when the dj.Model was made. "
@@ -211,7 +211,7 @@ def _launched_processes() -> int:
         resolver = detect()
         variable = _OFFLINE_VARIABLES.get(type(resolver))
         return resolver.num_processes if variable is None or variable in os.environ else 1
-    except DistributeError:  # there is no cluster, or its description is malformed
+    except DistributeError:  # no cluster, or a malformed description
         return 1
 
 
