@@ -1,4 +1,4 @@
-"""Synchronous data parallelism for models that do not fit one device."""
+"""Synchronous data parallelism for models that do not fit on one device."""
 
 from __future__ import annotations
 
