@@ -56,6 +56,7 @@ def own_loop(strategy, directory, drop, until=None):
             yield loop.step, [int(i) for i in np.asarray(rows)[:, 0]], float(loss)
             if loop.step == until:
                 break
+    dj.check_in_sync((model, optimizer))
 
 
 def main():
@@ -66,7 +67,9 @@ def main():
     )
     for step, ids, loss in own_loop(strategy, directory, float(drop)):
         if dj.is_chief():
-            print("step", json.dumps([step, jax.process_count(), ids, loss]), flush=True)
+            print(
+                "step", json.dumps([step, jax.process_count(), ids, loss, time.time()]), flush=True
+            )
         time.sleep(0.1)  # so that there is time to join again
         if dies and step == int(at):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -66,6 +67,7 @@ state = {"model": model, "optimizer": optimizer, "checked": checked}
 print("compiling", flush=True)
 with dj.CheckpointManager(directory, every_steps=every, max_to_keep=3) as manager, \\
         manager.preemptible(state, batches) as loop:
+    print("continues after", loop.step, flush=True)
     for x in batches:
         if loop.step == 1:
             print("first step", flush=True)
@@ -74,7 +76,7 @@ with dj.CheckpointManager(directory, every_steps=every, max_to_keep=3) as manage
             print("evaluating", loop.step, flush=True)
             strategy.run(evaluate, args=(x,))
         time.sleep(0.02)
-digest = hashlib.sha256()
+digest = hashlib.sha256(repr(batches.state()).encode())
 for leaf in jax.tree.leaves(nnx.state((model, optimizer))):
     raw = jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
     digest.update(np.asarray(raw.addressable_data(0)).tobytes())
@@ -91,7 +93,7 @@ class Run:
         script.write_text(PROGRAM)
         options = [
             "--processes=2",
-            "--devices-per-process=1",
+            "--devices-per-process=2",
             "--max-restarts=1000",  # on a busy machine many kills in a row come before the next save
             "--max-pause=0.1",
         ]
@@ -167,23 +169,52 @@ def undisturbed(kind="arrays", steps=160, width=8):
     return {weights}
 
 
-def kill_again_and_again(folder, kills, seed, **what):
-    """Kills random processes at random moments; returns what was used after each restart."""
-    rng, used = random.Random(seed), []
-    run = Run(folder, **what)
+def kill_again_and_again(folder, kills, seed, name="SIGKILL", **what):
+    """Sends a signal to one or both processes at random moments; returns the weights and what was used."""
+    rng, used, seen, back = random.Random(seed), [], [], []
+    run, ready = Run(folder, **what), "compiling" if name == "SIGKILL" else "continues after"
     for number in range(kills):
-        run.await_line("compiling", 2 * (number + 1))
-        time.sleep(rng.uniform(0, 6) if number % 3 else rng.uniform(0, 1))
+        run.await_line(ready, 2 * (number + 1))
+        time.sleep(rng.uniform(0, 6 if number % 3 and name == "SIGKILL" else 1))
         if run.process.poll() is not None or any("weights" in line for line in run.lines):
             break
         used.append(run.usage())
-        os.kill(run.pids[rng.randrange(2)], signal.SIGKILL)
+        began = time.monotonic()
+        for process in rng.choice([[0], [1], [0, 1]]):
+            os.kill(run.pids[process], getattr(signal, name))
         run.await_line("restarting all", number + 1)
+        seen.append(time.monotonic() - began)
+        run.await_line(ready, 2 * (number + 2))
+        back.append(time.monotonic() - began)
     weights = run.end()
     seconds = time.monotonic() - run.began
-    print(f"\nendurance: {len(used)} kills, {what}, {seconds:.0f} s", flush=True)
+    print(f"\nendurance: {len(used)} times {name}, {what}, {seconds:.0f} s", flush=True)
+    print(
+        f"seen after {median(seen):.2f} s (most {max(seen):.2f}), back after {median(back):.1f} s"
+    )
+    assert len(used) > kills / 2
+    assert sum("] pid " in line for line in run.lines) == 2 * (len(used) + 1), "one restart each"
+    assert not any("damaged" in line for line in run.lines)
     assert [*run.temporary.iterdir()] == []
+    most, saves = redone(run.lines)
+    assert most <= 20, "two intervals: one save may be under way"
+    assert saves == (0 if name == "SIGKILL" else len(used))
     return weights, used
+
+
+def redone(lines):
+    """Returns the most steps that were run again after a kill, and how often all had saved at one step."""
+    most, saves, reached, starts = 0, 0, 0, []
+    for line in lines:
+        saves += "all processes have saved after a preemption" in line
+        if found := re.search(r"SIGKILL at step (\d+)", line):
+            reached = int(found[1])
+        elif found := re.search(r"continues after (\d+)", line):
+            starts.append(int(found[1]))
+            most = max(most, reached - starts[-1])
+            reached = 0
+    assert starts[::2] == starts[1::2], "both processes continue at one step"
+    return most, saves
 
 
 def test_random_kills_leave_no_trace_and_nothing_grows(tmp_path):
@@ -191,7 +222,6 @@ def test_random_kills_leave_no_trace_and_nothing_grows(tmp_path):
     steps = 40 * KILLS
     weights, used = kill_again_and_again(tmp_path, KILLS, seed=1, steps=steps)
     assert weights == undisturbed(steps=steps)
-    assert len(used) > KILLS / 2
     half = len(used) // 2
     for what in used[0]:
         figures = [figure[what] for figure in used]
@@ -199,6 +229,12 @@ def test_random_kills_leave_no_trace_and_nothing_grows(tmp_path):
         print(f"endurance: most {what}: {early} in the first half, {late} in the second")
         # A process that has just started has less than one that trains and saves.
         assert late <= early * (1.1 if "supervisor" in what else 2) + 1, figures
+
+
+def test_sigterm_to_either_process_at_any_moment_saves_at_one_step(tmp_path):
+    """20 of 20, in compiles, steps and evaluations; then all continue bitwise."""
+    weights, _ = kill_again_and_again(tmp_path, KILLS, 5, "SIGTERM", steps=40 * KILLS)
+    assert weights == undisturbed(steps=40 * KILLS)
 
 
 @pytest.mark.parametrize("kind", ["grain", "tf"])

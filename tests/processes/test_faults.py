@@ -60,6 +60,7 @@ def test_a_process_that_hangs_is_named_and_shows_its_stack():
     assert all(r.exit_code in (1, 43, 44) for r in results)
     assert re.search(HANGS, results[0].stderr)
     assert "_stall" in results[1].stderr
+    assert all("(most recent call first)" in r.stderr for r in results), "stacks of both"
 
 
 @pytest.mark.exhaustive
@@ -83,10 +84,10 @@ def test_a_process_that_holds_the_gil_is_named_too():
 
 @pytest.mark.exhaustive
 def test_a_process_that_is_stopped_for_a_while_goes_on():
-    """After 2 s of SIGSTOP the job ends with the weights of one that was not disturbed."""
+    """After 3 s of SIGSTOP the job ends with the weights of one that was not disturbed."""
     undisturbed = run(fault_functions.loop, 12)
     stopped = run(
-        fault_functions.loop, 12, faults=[Fault("stop", process=1, at_step=5, seconds=2.0)]
+        fault_functions.loop, 12, faults=[Fault("stop", process=1, at_step=5, seconds=3.0)]
     )
     assert [r.exit_code for r in undisturbed + stopped] == [0] * 4
     assert len({r.value for r in undisturbed + stopped}) == 1
