@@ -60,7 +60,7 @@ def test_a_process_that_hangs_is_named_and_shows_its_stack():
     assert all(r.exit_code in (1, 43, 44) for r in results)
     assert re.search(HANGS, results[0].stderr)
     assert "_stall" in results[1].stderr
-    assert all("(most recent call first)" in r.stderr for r in results), "stacks of both"
+    assert all("(most recent call " in r.stderr for r in results), "stacks of both"
 
 
 @pytest.mark.exhaustive
