@@ -159,6 +159,12 @@ def check_number(
         refuse(name, f"a number {limit}" + (f", at most {most:g}" if most else ""), value)
 
 
+def check_optional(check: Callable[..., Any], name: str, value: Any, **limits: Any) -> None:
+    """Checks an argument by ``check_int`` or ``check_number`` unless it is None."""
+    if value is not None:
+        check(name, value, **limits)
+
+
 def as_member(name: str, value: Any, kind: type[_E]) -> _E:
     """Returns a member of an enum, which may be named in any case, or raises an ``ArgumentError``."""
     if isinstance(value, enum.Enum) and type(value).__name__.startswith(kind.__name__):

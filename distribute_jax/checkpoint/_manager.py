@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self, SupportsIndex
 
-from distribute_jax._checks import check_choice, check_int, check_number
+from distribute_jax._checks import check_choice, check_int, check_number, check_optional
 from distribute_jax._errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -96,8 +96,7 @@ class CheckpointManager:
         every_minutes: float | None = None,
         on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
-        if max_to_keep is not None:
-            check_int("max_to_keep", max_to_keep)
+        check_optional(check_int, "max_to_keep", max_to_keep)
         check_choice("on_error", on_error, ("raise", "warn"))
         self._directory = directory_of("CheckpointManager", directory)
         self._keep = max_to_keep

@@ -6,7 +6,7 @@ import time
 from contextlib import ExitStack, suppress
 from typing import Any, Self, SupportsIndex
 
-from distribute_jax._checks import check_int, check_number
+from distribute_jax._checks import check_int, check_number, check_optional
 from distribute_jax._errors import ArgumentError, CheckpointDamagedError, CheckpointFileError
 from distribute_jax._supervision import SAVED
 from distribute_jax.checkpoint._agreement import pop_error
@@ -70,8 +70,7 @@ class Schedule:
 
     def __init__(self, every_steps: int | None, every_minutes: float | None) -> None:
         for name, every in {"every_steps": every_steps, "every_minutes": every_minutes}.items():
-            if every is not None:
-                check_number(f"CheckpointManager: {name}", every)
+            check_optional(check_number, f"CheckpointManager: {name}", every)
         self._every_steps, self._every_minutes = every_steps, every_minutes
         self.has_intervals = every_steps is not None or every_minutes is not None
         self.reads_clock = every_minutes is not None

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from distribute_jax._checks import check_int
+from distribute_jax._checks import check_int, check_optional
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA
 from distribute_jax._messages import leaf_text
@@ -268,8 +268,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     def __init__(self, num_packs: int = 1, *, group_size: int | None = None) -> None:
         self.num_packs = check_int("HierarchicalCopyAllReduce(num_packs)", num_packs, 0)
         self.group_size = group_size
-        if group_size is not None:
-            check_int("HierarchicalCopyAllReduce(group_size)", group_size)
+        check_optional(check_int, "HierarchicalCopyAllReduce(group_size)", group_size)
 
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
         replicas = jax.lax.axis_size(axis_name)

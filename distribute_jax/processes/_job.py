@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 
 from jax.sharding import Mesh
 
-from distribute_jax._checks import check_number, refuse
+from distribute_jax._checks import check_number, check_optional, refuse
 from distribute_jax._errors import DeadlineExceededError
 from distribute_jax._mesh import is_local
 from distribute_jax.processes._divergence import ActionLog, KeyValueStore
@@ -196,5 +196,4 @@ def is_chief() -> bool:
 def check_barrier(name: object, timeout: object) -> None:
     if not name:
         refuse("strategy.barrier: name", "a non-empty str", name)
-    if timeout is not None:
-        check_number("strategy.barrier: timeout", timeout)
+    check_optional(check_number, "strategy.barrier: timeout", timeout)

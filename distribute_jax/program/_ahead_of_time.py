@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from distribute_jax._checks import check_int
+from distribute_jax._checks import check_int, check_optional
 from distribute_jax._errors import ArgumentError, DistributeError, LoweringError
 from distribute_jax._jax_private import adopt, write_raw
 from distribute_jax._mesh import (
@@ -195,8 +195,7 @@ def plan(
         if isinstance(strategy, type) or not hasattr(strategy, "plan"):
             raise ArgumentError(f"dj.plan: {strategy!r:.60} in strategies is not a strategy.")
     replicas = _listed("replicas", replicas, "8, 64")
-    if device_memory_bytes is not None:
-        check_int("dj.plan: device_memory_bytes", device_memory_bytes)
+    check_optional(check_int, "dj.plan: device_memory_bytes", device_memory_bytes)
     planned = [
         lambda number, strategy=strategy: strategy.plan(
             step, args, kwargs, options, replicas=number

@@ -11,7 +11,7 @@ from typing import Any, final
 import jax
 from flax import nnx
 
-from distribute_jax._checks import check_choice, check_int, check_number
+from distribute_jax._checks import check_choice, check_int, check_number, check_optional
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import replica_mesh
 from distribute_jax.cluster_resolver import ClusterResolver, ClusterSpec
@@ -56,8 +56,7 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None:
-                check_number(f"ServerOptions: {name}", value)
+            check_optional(check_number, f"ServerOptions: {name}", value)
 
 
 class ParameterServerStrategy(Strategy):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distribute_jax._checks import brief, check_int, refuse
+from distribute_jax._checks import check_int, check_optional, refuse
 from distribute_jax._errors import ArgumentError, log_once
 from distribute_jax.data import DistributedDataset
 from distribute_jax.data._dataset import is_infinite, set_epoch
@@ -44,11 +44,11 @@ class Fit:
     def __post_init__(self) -> None:
         check_int("fit(epochs)", self.epochs, 0)
         check_int("fit(initial_epoch)", self.initial_epoch, 0)
-        for name in ("steps_per_epoch", "validation_steps"):
-            if getattr(self, name) is not None:
-                check_int(f"fit({name})", getattr(self, name))
-        if not isinstance(self.validation_freq, (list, tuple, set, range)):
-            check_int("fit(validation_freq), if not a list of epochs,", self.validation_freq)
+        for name in ("steps_per_epoch", "validation_steps", "validation_batch_size"):
+            check_optional(check_int, f"fit({name})", getattr(self, name))
+        freq = self.validation_freq
+        for number in freq if isinstance(freq, (list, tuple, set, range)) else [freq]:
+            check_int("fit(validation_freq), or each epoch of its list,", number)
         self.validation_keys = self.keys
         self.class_weights = class_weights(self.class_weight)
         self.trainer = self.model.trainer
@@ -214,10 +214,8 @@ def class_weights(weights: Any) -> tuple[tuple[int, float], ...]:
     for label, weight in pairs:
         is_class = isinstance(label, (int, np.integer)) and label >= 0
         if not is_class or not isinstance(weight, (int, float, np.number)):
-            raise ArgumentError(
-                "class_weight must map class numbers to numbers, as {0: 1.0, 1: 5.0}; got "
-                f"{{{label!r}: {weight!r:.60}}}."
-            )
+            wanted = "a dict from class numbers to numbers, as {0: 1.0, 1: 5.0}"
+            refuse("class_weight", wanted, {label: weight})
     return tuple((int(label), float(weight)) for label, weight in sorted(pairs))
 
 
@@ -226,14 +224,12 @@ def validation_dataset(
 ) -> DistributedDataset:
     # A list of tuples is a list of batches.
     is_arrays = isinstance(data, tuple) or (
-        isinstance(data, list) and not keys and not isinstance(data[0], tuple)
+        isinstance(data, list) and not keys and not isinstance(next(iter(data), ()), tuple)
     )
     if is_arrays and len(data) in (2, 3):
         x, y, weight = (*data, None)[:3]
         arrays = arrays_of("fit(validation_data)", x, y, weight)
         return dataset_of(strategy, "fit(validation_data)", arrays, batch_size)
     if hasattr(data, "shape"):
-        raise ArgumentError(
-            f"fit(validation_data) must be (x, y), (x, y, sample_weight) or a dataset; got {brief(data)}."
-        )
+        refuse("fit(validation_data)", "(x, y), (x, y, sample_weight) or a dataset", data)
     return dataset_of(strategy, "fit(validation_data)", data, None)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flax import nnx
 
 from distribute_jax._absent import attribute_error, getattr_with_hints
-from distribute_jax._checks import check_int, check_number, refusing
+from distribute_jax._checks import check_int, check_number, check_optional, refusing
 from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._messages import PyTree, leaf_text
 from distribute_jax.program._trace_errors import module_hint
@@ -166,8 +166,7 @@ class Model(Stateful):
         with self.strategy.scope():
             check_placed(self.module, self.strategy)
             check_number("compile(ema_momentum)", ema_momentum, at_least=0, most=1)
-            if ema_overwrite_frequency is not None:
-                check_int("compile(ema_overwrite_frequency)", ema_overwrite_frequency)
+            check_optional(check_int, "compile(ema_overwrite_frequency)", ema_overwrite_frequency)
             setup = Setup(
                 self.module, optimizer, loss, metrics, weighted_metrics, loss_weights,
                 steps_per_execution, dtype_policy, verify, trainable,
@@ -350,8 +349,6 @@ class Model(Stateful):
             ValueError: invalid data or arguments.
         """
         check_batch_size(batch_size)
-        if steps is not None:
-            check_int("predict(steps)", steps, 0)
         trainer = self._predicting_trainer()
         with self._running(
             trainer, "predict", (x, None, None), Keys(x_key), batch_size, steps, callbacks, verbose
@@ -452,6 +449,7 @@ class Model(Stateful):
         verbose: int | str = 0,
     ) -> Iterator[dict[str, Any]]:
         """Distributes the data, prepares the callbacks, and yields them as arguments for ``trainer``."""
+        check_optional(check_int, f"{method}(steps)", steps, at_least=0)
         x, y, keys = without_keys(keys, *xyw[:2])
         with self.strategy.scope(), hint(partial(several_inputs_hint, method, x, y)):
             arrays = arrays_of(method, x, y, xyw[2])

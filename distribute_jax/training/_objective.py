@@ -14,7 +14,7 @@ from flax import linen, nnx
 
 from distribute_jax import losses
 from distribute_jax._absent import describe_foreign
-from distribute_jax._checks import refuse
+from distribute_jax._checks import converting, refuse
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, is_array, leaf_text, promoting
 from distribute_jax.strategies import Strategy
@@ -194,13 +194,12 @@ def _keyed(tree: Any) -> list[tuple[Any, Any]]:
 def _loss_weights(objective: Objective, weights: Any) -> dict[Any, float]:
     if weights is None:
         return dict.fromkeys(objective.losses, 1.0)
-    by_key = dict(_keyed(weights))
+    with converting("compile(loss_weights)", weights, "a number for each loss"):
+        by_key = {key: float(value) for key, value in _keyed(weights)}
     if set(by_key) != set(objective.losses):
-        raise ArgumentError(
-            f"loss_weights must have one number for each of the {len(objective.losses)} losses, in the same "
-            f"structure; got {weights!r:.80}."
-        )
-    return {key: float(value) for key, value in by_key.items()}
+        wanted = f"a number for each of the {len(objective.losses)} losses, in the same structure"
+        refuse("compile(loss_weights)", wanted, weights)
+    return by_key
 
 
 def select_output(tree: Any, key: Any, what: str, measured: str = "loss") -> Any:

@@ -17,7 +17,7 @@ from distribute_jax._absent import attribute_error, getattr_with_hints
 from distribute_jax._checks import check_int, check_number, converting, refuse, refusing
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, DistributeError, log_once
 from distribute_jax._mesh import put
-from distribute_jax._messages import leaf_text, promoting
+from distribute_jax._messages import promoting
 from distribute_jax.collectives._markers import unreduced
 from distribute_jax.program._undo import (
     Guard,
@@ -303,13 +303,9 @@ def _check_arguments(model: Any, tx: Any) -> None:
     with converting("dj.Optimizer: model", model, "an nnx.Module"):
         nodes = jax.tree.leaves(model, is_leaf=_is_node)
     if not nodes or not all(map(_is_node, nodes)):
-        raise ArgumentError(
-            f"dj.Optimizer: model must be an nnx.Module, of a dj.Model its module; got {leaf_text(model)}."
-        )
+        refuse("dj.Optimizer: model", "an nnx.Module, of a dj.Model its module", model)
     if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
-        raise ArgumentError(
-            f"dj.Optimizer: tx must be an optax transformation, as optax.adam(1e-3); got {leaf_text(tx)}."
-        )
+        refuse("dj.Optimizer: tx", "an optax transformation, as optax.adam(1e-3)", tx)
 
 
 def _is_node(leaf: Any) -> bool:

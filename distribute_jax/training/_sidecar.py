@@ -13,7 +13,7 @@ from typing import Any
 from flax import nnx
 
 from distribute_jax import checkpoint
-from distribute_jax._checks import check_int
+from distribute_jax._checks import check_int, check_optional
 from distribute_jax._errors import CheckpointDamagedError, CheckpointError, CheckpointFileError
 from distribute_jax.checkpoint._save_load import directory_of
 from distribute_jax.training._batches import Keys
@@ -75,8 +75,7 @@ class SidecarEvaluator:
         callbacks: Sequence[Callback] | None = None,
     ) -> None:
         for name, value in [("steps", steps), ("max_evaluations", max_evaluations)]:
-            if value is not None:
-                check_int(f"SidecarEvaluator({name})", value)
+            check_optional(check_int, f"SidecarEvaluator({name})", value)
         self.model, self.steps, self.max_evaluations = model, steps, max_evaluations
         self.callbacks = callbacks
         self._directory = directory_of("SidecarEvaluator", checkpoint_dir)

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from distribute_jax._checks import takes
+from distribute_jax._checks import is_real, takes
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, log_once, warn_user
-from distribute_jax._messages import PyTree, promoting, real_array
+from distribute_jax._messages import PyTree, leaf_text, promoting, real_array
 from distribute_jax._padding import align
 from distribute_jax.collectives._check_in_sync import bit_hash
 from distribute_jax.program import results_are_parts
@@ -168,12 +168,28 @@ def bind_step(
 
     def user_step(*batch: Any) -> Any:
         _ = module, optimizer, tracker, test_tracker, constants
-        return method(model, batch)
+        return _checked(kind, method(model, batch))
 
     bound, name = run_step if model is None else user_step, f"{kind}_step"
     method: Any = getattr(type(model), name, None)
     bound.__name__ = bound.__qualname__ = name
     return bound
+
+
+def _checked(kind: str, returned: Any) -> Any:
+    """Returns what a user's step returned; raises if that is not None, or a dict of numbers by name."""
+    if kind == "predict" or returned is None:
+        return returned
+    wrong = leaf_text(returned)
+    if isinstance(returned, dict):
+        keys = [k for k, value in returned.items() if not (isinstance(k, str) and is_real(value))]
+        wrong = ", ".join(f"{k!r}: {leaf_text(returned[k])}" for k in keys)
+    if wrong:
+        raise ArgumentError(
+            f"{kind}_step returned {wrong}. It must return None, or a dict of numbers by name, each this "
+            "replica's part of a value of the global batch, such as dj.compute_average_loss(values)."
+        )
+    return returned
 
 
 @contextmanager

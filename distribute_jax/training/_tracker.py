@@ -268,8 +268,8 @@ _MAX_UNREAD = 1000
 class StepLogs:
     """Running means of the numbers that a user's step returns, summed over the replicas."""
 
-    def __init__(self, strategy: Strategy, kind: str) -> None:
-        self.strategy, self._kind = strategy, kind
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
         self.reset()
 
     def reset(self) -> None:
@@ -311,11 +311,6 @@ class StepLogs:
 
     def _read(self, pending: list[Any]) -> None:
         for logs in map(self.strategy._fetch, pending):
-            if logs is not None and not isinstance(logs, dict):
-                raise ArgumentError(
-                    f"{self._kind}_step returned {type(logs).__name__}. It must return None, or a dict of "
-                    "numbers by name, each this replica's part of a value of the global batch."
-                )
             for name, value in (logs or {}).items():
                 if isinstance(value, PerReplica):
                     value = self.strategy.reduce("sum", value, axis=None)

@@ -53,7 +53,7 @@ class Trainer:
     """The kinds whose logs were computed before; the first time compiles."""
 
     def __post_init__(self) -> None:
-        self.step_logs = {kind: StepLogs(self.strategy, kind) for kind in ("train", "test")}
+        self.step_logs = {kind: StepLogs(self.strategy) for kind in ("train", "test")}
         trackers = self.setup.tracker, self.setup.test_tracker
         self.clock = PreparationClock(self._wait_for_steps)
         self.guard = ReentrancyGuard(self.strategy, trackers, list(self.step_logs.values()))
@@ -163,7 +163,7 @@ class Trainer:
         if self.overrides(kind):
             # Summing the logs of several processes needs all of them, so there they are left out.
             can_sum = is_local(self.strategy.mesh)
-            returned = self.step_logs[kind].copy() if can_sum else StepLogs(self.strategy, kind)
+            returned = self.step_logs[kind].copy() if can_sum else StepLogs(self.strategy)
         return Snapshot(self.settled_tracker(kind), returned)
 
     def evaluate(

@@ -174,6 +174,9 @@ class Variable(nnx.Variable[Any]):
         with reading(value):
             return on_host(value)
 
+    def __bool__(self) -> bool:  # Flax's is that of the number of rows
+        return bool(self.get_value())
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """Makes NumPy functions read the result of ``numpy()``, never the components."""
         value = self.numpy()

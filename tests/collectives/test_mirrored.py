@@ -21,10 +21,6 @@ def shard_mapped(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
 
 
-def pmapped(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return jax.pmap(f, devices=jax.devices()[:4])
-
-
 @pytest.mark.parametrize(
     "transform",
     [
@@ -34,7 +30,7 @@ def pmapped(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
         jax.checkpoint,
         shard_mapped,
         lambda f: jax.jit(shard_mapped(f)),
-        pmapped,
+        lambda f: jax.pmap(f, devices=jax.devices()[:4]),
         lambda f: lambda x: jax.lax.scan(lambda c, v: (c, f(v)), 0, x)[1],
         lambda f: lambda x: jax.linearize(f, x)[0],
         lambda f: lambda x: jax.jvp(f, (x,), (x,))[1],

@@ -61,10 +61,6 @@ def only_by_place(logits: Any, y: Any, /) -> Any:
     return y - logits
 
 
-def with_option(scale: float, a: Any, b: Any) -> Any:
-    return scale * (a - b)
-
-
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Keras's names": lambda y_true, y_pred: y_true - y_pred,
     "the other way round": lambda y_pred, y_true: y_true - y_pred,
@@ -78,7 +74,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "partial": functools.partial(
         lambda outputs, target, scale: scale * (target - outputs), scale=1.0
     ),
-    "partial of the first": functools.partial(with_option, 1.0),
+    "partial of the first": functools.partial(lambda scale, a, b: scale * (a - b), 1.0),
     "callable": Difference(),
     "bound method": Difference().method,
     "written in C": np.subtract,

@@ -22,7 +22,7 @@ CALLS: dict[str, tuple[Call, str]] = {
     "gather": (lambda s, v: s.gather(v, axis=None), "gather: axis must be an integer; got None"),
     "devices": (lambda s, v: dj.MirroredStrategy(5.5), r"must be a list, such as.*got 5.5"),
     "value": (lambda s, v: values(s, lambda _: "a"), "returned str 'a', which is neither array nor number"),
-    "model": (lambda s, v: dj.Optimizer(3, optax.sgd(0.1)), "model must be an nnx.Module, .*; got int 3"),
+    "model": (lambda s, v: dj.Optimizer(3, optax.sgd(0.1)), "model must be an nnx.Module, .*; got 3"),
     "tx": (lambda s, v: dj.Optimizer(nnx.Param(v[...]), 3), "tx must be an optax transformation"),
     "weights": (lambda s, v: average(jnp.ones(3)), r"weight of shape \(3,\) for losses of shape \(2,\)"),
     "batch size": (lambda s, v: average(None, 0), "global_batch_size must be a number above 0; got 0"),

@@ -101,7 +101,8 @@ def test_a_module_that_fails_on_several_inputs_says_how_they_were_interpreted(
 
 def test_data_without_a_batch_warns(s4: dj.MirroredStrategy):
     model = make_model(s4)
-    for run in (model.fit, model.evaluate, model.predict):
+    validate = lambda data, verbose: model.fit(X, Y, validation_data=data, verbose=verbose)  # noqa: E731
+    for run in (model.fit, model.evaluate, model.predict, validate):
         with pytest.warns(UserWarning, match=r"on has no batches\."):
             run([], verbose=0)
 

@@ -92,10 +92,6 @@ def keras_file(path: Path) -> Path:
     return path / "model.keras"
 
 
-def set_rate(strategy: dj.Strategy) -> None:
-    model(strategy).optimizer.lr = 0.1  # type: ignore[attr-defined]
-
-
 def swapped(strategy: dj.Strategy) -> None:
     optimizer = model(strategy).optimizer
     module = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
@@ -218,7 +214,7 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "an optimizer that needs the loss": (
         lambda s, _: fit(s, optimizer=PLATEAU), "reduce_on_plateau of optax needs 'value' at each update"
     ),
-    "Keras's name of the rate": (lambda s, _: set_rate(s), "'lr'. Instead: learning_rate"),
+    "Keras's rate": (lambda s, _: setattr(model(s).optimizer, "lr", 1), "'lr'. Instead: learning_rate"),
     "swapped update": (lambda s, _: swapped(s), "the module comes first. Swap them"),
     "no data": (lambda s, _: model(s).fit(), r"fit got no data. Pass arrays, fit\(x, y\)"),
     "the class of a metric": (

@@ -359,7 +359,8 @@ def weights(model: nnx.Linear) -> list[jax.Array]:
 
 
 def test_a_variable_takes_the_arguments_of_tensorflow():
-    """``initial_value`` and ``dtype``."""
+    """``initial_value`` and ``dtype``; ``bool`` is that of the value."""
+    assert [bool(dj.Variable(value)) for value in (True, 0)] == [True, False]
     v = dj.Variable(initial_value=0, name="n", dtype=jnp.float32)
     assert (v.read_value().dtype, float(v.numpy())) == (jnp.float32, 0.0)
     for wrong in (dj.Variable, lambda: dj.Variable(1, initial_value=2)):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distribute_jax._absent import getattr_with_hints
-from distribute_jax._checks import check_int, takes
+from distribute_jax._checks import check_int, check_optional, takes
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._messages import PyTree, is_key
 from distribute_jax.data.sources._base import Source, on_host, unbatched
@@ -59,8 +59,7 @@ class ArrayDataset:
         Raises:
             ArgumentError: an argument is out of range, or batches without end would be shuffled.
         """
-        if buffer_size is not None:
-            check_int("shuffle(buffer_size)", buffer_size)
+        check_optional(check_int, "shuffle(buffer_size)", buffer_size)
         seed = check_int(SEED, seed, 0, 2**32)
         if self._batches is None:
             return replace(self, _order=replace(self._order, seed=seed), _seed=seed)

@@ -81,8 +81,8 @@ class ModelCheckpoint(Monitor):
             path = self.filepath.format(epoch=epoch + 1, **logs)
         except (KeyError, IndexError, ValueError) as error:
             raise ArgumentError(
-                f"ModelCheckpoint(filepath={self.filepath!r}) has {error} between braces, which is not "
-                f"among: {', '.join(['epoch', *logs])}."
+                f"ModelCheckpoint(filepath={self.filepath!r}) cannot be filled in: {error}. Between braces "
+                f"it may have, with a format for numbers: {', '.join(['epoch', *logs])}."
             ) from None
         if is_chief():
             Path(path).parent.mkdir(parents=True, exist_ok=True)

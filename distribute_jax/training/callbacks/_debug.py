@@ -99,9 +99,7 @@ class ProfilerCallback(Callback):
                 jax.profiler.stop_trace()
 
 
-@jax.jit
-def _is_finite(value: jax.Array) -> jax.Array:
-    return jnp.isfinite(value)
+_is_finite = jax.jit(jnp.isfinite)
 
 
 class TerminateOnNaN(Callback):

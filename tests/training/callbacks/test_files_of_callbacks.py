@@ -193,7 +193,7 @@ def test_without_the_monitored_number_everything_is_saved(
 
 
 def test_unknown_names_and_frequencies_are_refused(example: Any, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"'val_loss' between braces.*among: epoch, loss"):
+    with pytest.raises(ValueError, match=r"filled in: 'val_loss'. Between braces.*: epoch, loss"):
         example.fit(dj.callbacks.ModelCheckpoint(tmp_path / "{val_loss}"))
     with pytest.raises(ValueError, match=r"save_freq.* got 'step'"):
         dj.callbacks.ModelCheckpoint(tmp_path, save_freq="step")
