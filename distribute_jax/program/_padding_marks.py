@@ -183,20 +183,17 @@ def known_number(value: Any) -> Any:
     return number if number == number else None
 
 
-_LOGICAL = {
-    "and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor, "not": np.logical_not,
-}  # fmt: skip
-
 _COMPUTE: dict[str, Callable[..., Any]] = {
     "neg": np.negative, "abs": np.abs, "sign": np.sign, "floor": np.floor, "ceil": np.ceil,
     "exp": np.exp, "exp2": np.exp2, "log": np.log, "log1p": np.log1p, "expm1": np.expm1,
     "sqrt": np.sqrt, "square": np.square, "tanh": np.tanh, "sin": np.sin, "cos": np.cos,
     "logistic": lambda x: 1 / (1 + np.exp(-x)), "is_finite": np.isfinite,
     "rsqrt": lambda x: 1 / np.sqrt(x), "copy": lambda x: x,
-    "stop_gradient": lambda x: x, "reduce_precision": lambda x: x, "real": lambda x: x,
-    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum,
-    "min": np.minimum, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
-    "gt": np.greater, "ge": np.greater_equal, **_LOGICAL,
+    "stop_gradient": lambda x: x, "reduce_precision": lambda x: None if x else x,
+    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
+    "max": np.maximum, "min": np.minimum, "eq": np.equal, "ne": np.not_equal, "lt": np.less,
+    "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "and": np.bitwise_and,
+    "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.bitwise_not, "real": lambda x: x,
 }  # fmt: skip
 
 BOOLEAN = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite", "not", "and", "or", "xor"})
@@ -205,7 +202,7 @@ BOOLEAN = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite", "not", "an
 _TOTAL = frozenset({
     "add", "add_any", "sub", "mul", "neg", "abs", "sign", "floor", "ceil", "round", "max", "min",
     "tanh", "sin", "cos", "logistic", "erf", "square", "copy", "stop_gradient",
-    "convert_element_type", "reduce_precision", "clamp", "atan2", "erfc", "atan", "asinh",
+    "convert_element_type", "clamp", "atan2", "erfc", "atan", "asinh",
 })  # fmt: skip
 """They are finite for finite operands."""
 
@@ -216,34 +213,35 @@ _NEUTRAL: dict[str, tuple[float, bool]] = {
 """The neutral operand, and whether it may be the first one."""
 
 
-def evaluate(name: str, params: Mapping[str, Any], numbers: Sequence[Any]) -> Any:
-    """Computes an operation on known numbers; None if it is not known how."""
+def evaluate(name: str, numbers: Sequence[Any], pair: Pair | None = None) -> Any:
+    """Computes an operation on known numbers, in the dtypes of an equation; None if it is not known how."""
     with np.errstate(all="ignore"):
         try:
-            return known_number(_computed(name, params, numbers))
+            if pair is not None:  # in which numbers may overflow, wrap and be rounded
+                numbers = [np.asarray(n, pair.dtype(k)) for k, n in enumerate(numbers)]
+            return known_number(_computed(name, pair.params if pair else {}, numbers))
         except (ArithmeticError, KeyError, TypeError, ValueError):
             return None
 
 
 def _computed(name: str, params: Mapping[str, Any], numbers: Sequence[Any]) -> Any:
+    first = numbers[0]
     if name == "convert_element_type":
-        kind = np.dtype(params["new_dtype"]).kind
-        return bool(numbers[0]) if kind == "b" else (int if kind in "iu" else float)(numbers[0])
+        to = np.dtype(params["new_dtype"])
+        truncates = to.kind in "iu" and first.dtype.kind not in "biu"
+        return to.type(int(first)) if truncates else first.astype(to)
     if name == "integer_pow":
-        return np.float64(numbers[0]) ** params["y"]
-    if name == "div" and all(isinstance(n, int) for n in numbers):
-        return int(numbers[0] / numbers[1])
-    if name == "div":
-        return np.float64(numbers[0]) / np.float64(numbers[1])
-    if name in _LOGICAL and not all(isinstance(n, bool) for n in numbers):
-        return None  # bitwise
+        return first ** params["y"]
+    if name == "div" and first.dtype.kind in "iu":
+        size = abs(int(first)) // abs(int(numbers[1]))
+        return first.dtype.type(size if (first < 0) == (numbers[1] < 0) else -size)
     return _COMPUTE[name](*numbers)
 
 
-def elementwise_pad(name: str, params: Mapping[str, Any], pads: Sequence[Pad]) -> Pad:
+def elementwise_pad(name: str, pads: Sequence[Pad], pair: Pair | None = None) -> Pad:
     """Returns the padding of the result of an elementwise operation."""
     numbers = [pad.number for pad in pads]
-    number = None if None in numbers else evaluate(name, params, numbers)
+    number = None if None in numbers else evaluate(name, numbers, pair)
     number = _absorbed(name, pads) if number is None else number
     if number is not None or all(pad.is_pure for pad in pads):
         return computed_pad(pads, number)
@@ -252,8 +250,8 @@ def elementwise_pad(name: str, params: Mapping[str, Any], pads: Sequence[Pad]) -
         for k in (0, 1) if first else (0,):
             if numbers[1 - k] == neutral:  # which real rows need not have
                 return pads[k]._replace(is_pure=False)
-    total = name in _TOTAL or (name == "integer_pow" and params["y"] >= 0)
-    return Pad(is_finite=name in BOOLEAN or (total and all(pad.is_finite for pad in pads)))
+    total = name in _TOTAL or (name == "integer_pow" and pair and pair.params["y"] >= 0)
+    return Pad(is_finite=name in BOOLEAN or bool(total and all(pad.is_finite for pad in pads)))
 
 
 def _absorbed(name: str, pads: Sequence[Pad]) -> Any:
@@ -273,22 +271,22 @@ def _absorbed(name: str, pads: Sequence[Pad]) -> Any:
     return None
 
 
-_IDENTITY_ELEMENTS = {
-    "reduce_sum": 0, "reduce_prod": 1, "reduce_and": True, "reduce_or": False, "reduce_xor": 0,
-}  # fmt: skip
+_IDENTITY_ELEMENTS = {"reduce_sum": 0, "reduce_prod": 1, "reduce_or": 0, "reduce_xor": 0}
 
 
 def is_neutral(name: str, number: Any, dtype: Any) -> bool:
     """True if entries that are this number do not change a reduction; False for None."""
     if number is None:
         return False
+    if name == "reduce_and":
+        return bool(number == ~np.zeros((), dtype))
     if name in ("reduce_max", "reduce_min"):
         kind = np.dtype(dtype).kind
         ends: Any = (False, True) if kind == "b" else (-math.inf, math.inf)
         if kind in "iu":
             ends = np.iinfo(dtype).min, np.iinfo(dtype).max
         return bool(number <= ends[0] if name == "reduce_max" else number >= ends[1])
-    return name in _IDENTITY_ELEMENTS and bool(number == _IDENTITY_ELEMENTS[name])
+    return bool(number == _IDENTITY_ELEMENTS.get(name))
 
 
 Shape = tuple[int, ...]

@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jax.lax import GatherScatterMode
+
 from distribute_jax.program import _padding_shape_rules as shapes
 from distribute_jax.program._padding_marks import (
     ANY,
@@ -70,7 +72,7 @@ def along(key: str, *, linear: bool = False) -> Rule:
     """Returns the rule of an operation that keeps all dims, and works along some without rows."""
 
     def rule(pair: Pair, marks: list[Mark]) -> Mark:
-        if pair.dims(key) & {*pair.varying()}:
+        if any(mark.at(dim) for mark in marks for dim in pair.dims(key)):
             raise UndecidedError("along rows")
         return Mark(shapes.in_place(pair, marks, _linear_pad if linear else computed_pad))
 
@@ -146,7 +148,7 @@ def _summed_products(pair: Pair, left: Operand, right: Operand) -> Mark:
     """Returns the mark of a sum over one dim of each factor."""
     if left[1] is None and right[1] is None:
         return CLEAN
-    rows = aligned_rows(0, [left, right], functools.partial(elementwise_pad, "mul", {}))
+    rows = aligned_rows(0, [left, right], functools.partial(elementwise_pad, "mul"))
     if rows.pad.number == 0:
         return CLEAN
     pads = [operand_pad(*left), operand_pad(*right)]
@@ -157,7 +159,7 @@ def _summed_products(pair: Pair, left: Operand, right: Operand) -> Mark:
 
 
 def _product_pad(pads: Sequence[Pad]) -> Pad:
-    return _linear_pad([elementwise_pad("mul", {}, pads)])
+    return _linear_pad([elementwise_pad("mul", pads)])
 
 
 def convolution(pair: Pair, marks: list[Mark]) -> Mark:
@@ -206,10 +208,14 @@ def gather(pair: Pair, marks: list[Mark]) -> Mark:
     for rows in indices.rows:
         operands_of[batch[rows.dim]].append((indices, rows))
 
+    fills = pair.params["mode"] is GatherScatterMode.FILL_OR_DROP
+    # Only indices of padding may be outside, where the result is NaN.
+    outside = fills and not all(r.pad.is_pure or r.pad.number == 0 for r in indices.rows)
+
     def pad(from_operand: bool, pads: list[Pad]) -> Pad:
         if operand.may_be_nonfinite:
             return ANY
-        if from_operand and pads[0].number == 0 and not indices.may_be_nonfinite:
+        if from_operand and pads[0].number == 0 and not outside:
             return known_pad(0)
         return PURE if all(pad.is_pure for pad in pads) else ANY
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
@@ -58,16 +59,14 @@ def _constant_rows(pair: Pair, number: Any) -> tuple[Rows, ...]:
 
 def elementwise(pair: Pair, marks: list[Mark]) -> Mark:
     """Each entry is computed from those at the same index, and from scalars."""
-    params, first = pair.params, marks[0]
-    consts = [mark.const for mark in marks]
-    const = None if any(c is None for c in consts) else evaluate(pair.name, params, consts)
-    if const is None and pair.name in ("lt", "ge") and first.index is not None:
-        below = not isinstance(consts[1], bool) and consts[1] == 0
-        const = (pair.name == "ge") if below else None
+    first, consts = marks[0], [mark.const for mark in marks]
+    const = None if any(c is None for c in consts) else evaluate(pair.name, consts, pair)
+    if pair.name in ("lt", "ge") and first.index is not None and consts[1] == 0:
+        const = pair.name == "ge"
     index, column = (first.index, first.column) if pair.name in _IDENTITIES else (None, None)
     if const is not None:
         return Mark(_constant_rows(pair, const), const, index, column)
-    pad = functools.partial(elementwise_pad, pair.name, params)
+    pad = functools.partial(elementwise_pad, pair.name, pair=pair)
     return Mark(in_place(pair, marks, pad, everywhere=False), None, index, column)
 
 
@@ -76,24 +75,17 @@ def select(pair: Pair, marks: list[Mark]) -> Mark:
     which, *cases = marks
     if which.const is not None and int(which.const) < len(cases):
         return cases[int(which.const)]
-    rows = []
-    for dim in pair.varying():
-        operands = [(mark, mark.at(dim)) for mark in marks]
-        pad = functools.partial(_selected_pad, [case.at(dim) for case in cases])
-        rows.append(aligned_rows(dim, operands, pad, everywhere=False))
-    return Mark(tuple(rows))
+    return Mark(in_place(pair, marks, _selected_pad, everywhere=False))
 
 
-def _selected_pad(cases: list[Rows | None], pads: list[Pad]) -> Pad:
+def _selected_pad(pads: list[Pad]) -> Pad:
     decided, *values = pads
     if decided.number is None or decided.is_pure:
         pad = join_pads(values)
         return pad._replace(is_pure=pad.is_pure and decided.is_pure)
-    rows, pad = cases[int(decided.number)], values[int(decided.number)]
-    if pad.number is not None:
-        return pad._replace(is_pure=False)
     # What is selected for padding only need not be what any real row has.
-    return ANY if pad.is_pure and (rows is None or not rows.data) else pad
+    number = values[int(decided.number)].number
+    return ANY if number is None else known_pad(number)
 
 
 # Operations on shapes
@@ -182,6 +174,9 @@ def concatenate(pair: Pair, marks: list[Mark]) -> Mark:
         parts = [mark.at(dim) for mark in marks]
         if dim == along:
             [inner] = {r.inner for r in parts if r and not r.is_uniform} or {1}
+            for k, trace in itertools.product(range(len(parts)), (0, 1)):
+                if pair.operand(k)[trace][dim] % (pair.shares[trace] * inner):
+                    raise UndecidedError("rows are shifted")
             outer = pair.out()[0][dim] // (pair.shares[0] * inner)
             parts = [r and replace(r, outer=outer, inner=inner) for r in parts]
         rows.append(aligned_rows(dim, list(zip(marks, parts, strict=True)), pad))
@@ -297,9 +292,10 @@ def dynamic_update_slice(pair: Pair, marks: list[Mark]) -> Mark:
 def iota(pair: Pair, marks: list[Mark]) -> Mark:
     """Indices along one dim."""
     along, varying = pair.params["dimension"], pair.varying()
-    layouts = {along: (1, pair.out()[0][along] // pair.shares[0])}
+    inner = pair.out()[0][along] // pair.shares[0]
+    layouts = {along: (1, inner)}
     rows = (Rows(dim, *layouts.get(dim, (0, 0)), FINITE, data=False) for dim in varying)
-    return Mark(tuple(rows), index=along if along in varying else None)
+    return Mark(tuple(rows), index=along if along in varying and inner == 1 else None)
 
 
 def random_bits(pair: Pair, marks: list[Mark]) -> Mark:
