@@ -98,6 +98,11 @@ class Mark:
     row_count_at: str = ""
     """Where the number of rows, rather than of real examples, was used; empty if it was not."""
     leak: Leak | None = None
+    empty: Pad = PURE
+    """What is known of the entries on a replica without real rows, where a maximum may be infinite and a
+    mean NaN, if they are no constant."""
+    varies_if_empty: bool = False
+    """Whether on such a replica entries that may be NaN depend on the padding."""
 
     def at(self, dim: int) -> Rows | None:
         """Returns the rows of a dim, None if it has none."""
@@ -107,6 +112,16 @@ class Mark:
     def may_be_nonfinite(self) -> bool:
         """True if padding may be NaN or infinite where real rows are not."""
         return self.const is None and not all(r.pad.is_finite for r in self.rows)
+
+    @property
+    def if_empty(self) -> Pad:
+        """What is known of the entries on a replica without real rows."""
+        return self.empty if self.const is None else known_pad(self.const, is_pure=True)
+
+    @property
+    def has_padding_if_empty(self) -> bool:
+        """True if the entries depend on the padding on a replica without real rows."""
+        return self.varies_if_empty or (self.empty.is_pure and any(r.data for r in self.rows))
 
     @property
     def is_clean(self) -> bool:
@@ -168,7 +183,10 @@ def join(one: Mark, other: Mark, where: str) -> Mark:
         rows = tuple(aligned_rows(d, [(one, one.at(d)), (other, other.at(d))]) for d in dims)
     except UndecidedError:
         return leaking(where)
-    return Mark(rows, one.const if one.const == other.const else None, row_count_at=row_count_at)
+    const = one.const if one.const == other.const else None
+    empty = join_pads([one.if_empty, other.if_empty])
+    varies = one.varies_if_empty or other.varies_if_empty
+    return Mark(rows, const, row_count_at=row_count_at, empty=empty, varies_if_empty=varies)
 
 
 def known_number(value: Any) -> Any:

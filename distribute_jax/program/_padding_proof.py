@@ -36,7 +36,7 @@ from distribute_jax.program._padding_marks import (
     known_number,
     leaking,
 )
-from distribute_jax.program._padding_rules import CARRIES, RULES
+from distribute_jax.program._padding_rules import CARRIES, RULES, on_empty_replica
 from distribute_jax.program._result_rows import Unknown, share_sizes
 from distribute_jax.program._trace import Call, Traced
 from distribute_jax.program._walk import Marks, Rule, Walk
@@ -48,7 +48,10 @@ class RefsError(Exception):
 
 def prove_padding(jaxpr: Any, other: Any, shares: tuple[int, int], marks: list[Mark]) -> list[Mark]:
     """Returns the mark of each output of a step, traced with shares of two lengths."""
-    return PaddingWalk(shares).run(Twins(jaxpr, other), marks)
+    outs = PaddingWalk(shares).run(Twins(jaxpr, other), marks)
+    # NaN times the zeros of padding is NaN, in a place that the padding may name.
+    where = "a replica without real rows"
+    return [leaking(where) if out.varies_if_empty and not out.rows else out for out in outs]
 
 
 class Twins(NamedTuple):
@@ -128,6 +131,8 @@ class PaddingWalk(Walk):
             raise RefsError(f"{pair.where} reads or writes a ref")
         outs = self.by_rule(STRUCTURE.get(pair.name, _computed), pair, marks)
         outs = [leaking(pair.where)] * len(pair.outvars) if outs is None else outs
+        if pair.name not in STRUCTURE and pair.name != "real_rows":
+            outs = [on_empty_replica(pair, marks, out) for out in outs]
         return [_checked(pair, k, mark) for k, mark in enumerate(outs)]
 
 

@@ -7,12 +7,14 @@ several. It fails for a form of the operation that it does not know, which then 
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
 from jax.lax import GatherScatterMode
 
+from distribute_jax._mesh import DATA
 from distribute_jax.program import _padding_shape_rules as shapes
 from distribute_jax.program._padding_marks import (
     ANY,
@@ -337,6 +339,40 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("psum", "psum_invariant"), psum),
 }
 """The rules by the primitive's name."""
+
+_ARRANGING = frozenset({
+    "broadcast_in_dim", "reshape", "transpose", "squeeze", "concatenate", "stack", "unstack", "slice",
+    "split", "rev", "reduce_max", "reduce_min", "reduce_and", "reduce_or",
+})  # fmt: skip
+"""Operations whose entries are some of their operands'."""
+
+
+def on_empty_replica(pair: Pair, marks: Sequence[Mark], out: Mark) -> Mark:
+    """Returns the mark of a result with what is known of it on a replica without real rows."""
+    empty = _pad_if_empty(pair, [mark.if_empty for mark in marks], out)
+    varies = not empty.is_finite and empty.number is None
+    varies = varies and any(mark.has_padding_if_empty for mark in marks)
+    return replace(out, empty=empty, varies_if_empty=varies)
+
+
+def _pad_if_empty(pair: Pair, pads: Sequence[Pad], out: Mark) -> Pad:
+    if all(pad.is_pure for pad in pads):
+        return PURE
+    if pair.name in _ARRANGING:
+        return join_pads(pads)
+    if pair.name in ("psum", "psum_invariant", "pmax", "pmin"):
+        # Of all replicas the same, which is finite unless one contributes what is not.
+        ignored = {"pmax": -math.inf, "pmin": math.inf}.get(pair.name)
+        harmless = all(pad.is_finite or pad.number == ignored for pad in pads)
+        return PURE if harmless and DATA in pair.params["axes"] else join_pads(pads)
+    if pair.name in ELEMENTWISE:
+        return elementwise_pad(pair.name, pads, pair)
+    if pair.name == "select_n":
+        return shapes.selected_pad(pads)
+    if known := next((r.pad for r in out.rows if r.pad.number is not None), None):
+        return known
+    return _linear_pad(pads) if pair.name in RULES else ANY
+
 
 CARRIES = frozenset({
     "add", "add_any", "sub", "mul", "div", "neg", "copy", "sqrt", "exp", "log", "log1p",

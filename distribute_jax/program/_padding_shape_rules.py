@@ -75,10 +75,11 @@ def select(pair: Pair, marks: list[Mark]) -> Mark:
     which, *cases = marks
     if which.const is not None and int(which.const) < len(cases):
         return cases[int(which.const)]
-    return Mark(in_place(pair, marks, _selected_pad, everywhere=False))
+    return Mark(in_place(pair, marks, selected_pad, everywhere=False))
 
 
-def _selected_pad(pads: list[Pad]) -> Pad:
+def selected_pad(pads: Sequence[Pad]) -> Pad:
+    """Returns the padding after ``select_n``."""
     decided, *values = pads
     if decided.number is None or decided.is_pure:
         pad = join_pads(values)
@@ -311,4 +312,5 @@ def real_rows(pair: Pair, marks: list[Mark]) -> Mark:
     """The mask of a partial batch."""
     if len(pair.out()[0]) != 1:
         raise UndecidedError("a mask of several dims")
-    return Mark((Rows(0, 1, 1, known_pad(False), data=False),))
+    pad = known_pad(False)
+    return Mark((Rows(0, 1, 1, pad, data=False),), empty=pad)
