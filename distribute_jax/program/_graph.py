@@ -323,7 +323,10 @@ class Walker:
             self.graph.guard.add_class_item(owner, key)
             function = function_of(member)
             if function is not None:
-                members.append(self.visit(function, f"{name}.{key}", FixedValue(function)))
+                parts: list[Any] = [function]
+                if isinstance(member, functools.partialmethod):
+                    parts += [member.args, member.keywords]
+                members += (self.visit(part, f"{name}.{key}", FixedValue(part)) for part in parts)
             elif is_data(key, member):
                 members.append(self.visit(member, f"{name}.{key}", AttributePath(owner, key)))
         return tuple(members)

@@ -16,7 +16,7 @@ import types
 import weakref
 from collections import ChainMap, UserDict, UserString, deque
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import flax
@@ -332,6 +332,15 @@ def _attribute_that_may_be_missing() -> Way:
     )
 
 
+def _partial_method() -> Way:
+    cls = type("Held", (), {})
+    times = lambda _, rate: rate  # noqa: E731
+    return (
+        partial(operator.methodcaller("rate"), cls()),
+        lambda new: setattr(cls, "rate", partialmethod(times, new)),
+    )
+
+
 def _dropout(rate: float) -> Any:
     return nnx.graphdef(nnx.Dropout(rate / 4, deterministic=True))
 
@@ -352,6 +361,7 @@ def _dropout(rate: float) -> Any:
         lambda: rate_of(Rated(), rate_by_class),
         lambda: rate_of(Rated(), lambda held: held.by_class(1.0)),
         _attribute_that_may_be_missing,
+        _partial_method,
     ],
 )
 def test_a_number_in_slots_buffers_subclasses_and_new_attributes_is_seen(
