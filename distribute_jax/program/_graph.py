@@ -316,7 +316,7 @@ class Walker:
 
     def _class(self, cls: type, name: str, *, every: bool, constructed: bool = False) -> Any:
         """Walks the methods and class attributes that a step may use, in the user's classes only."""
-        members = []
+        members: list[Any] = []
         for owner, key, member in self._used.class_members(
             cls, every=every, constructed=constructed
         ):

@@ -107,7 +107,7 @@ def test_a_process_that_has_ended_is_not_awaited(monkeypatch: pytest.MonkeyPatch
     """Nor are processes of the launch awaited that are not of this job."""
     monkeypatch.setenv(_supervision.STATUS, str(tmp_path / "status-1-0"))
     (tmp_path / "status-1-2.ended").touch()
-    for own, limit, how in (("0", 60.0, "and process 2 has ended"), ("1", 0.1, "within 0.1 s")):
+    for own, limit, how in (("0", 60.0, "and process 2 has ended"), ("1", 1.0, "within 1 s")):
         monkeypatch.setenv(_supervision.PROCESS_ID, own)
         address = f"127.0.0.1:{free_port()}"
         for error in together(chief(address, 3, limit), other(address, 1, 3, limit)):
