@@ -207,7 +207,7 @@ _COMPUTE: dict[str, Callable[..., Any]] = {
     "sqrt": np.sqrt, "square": np.square, "tanh": np.tanh, "sin": np.sin, "cos": np.cos,
     "logistic": lambda x: 1 / (1 + np.exp(-x)), "is_finite": np.isfinite,
     "rsqrt": lambda x: 1 / np.sqrt(x), "copy": lambda x: x,
-    "stop_gradient": lambda x: x, "reduce_precision": lambda x: None if x else x,
+    "stop_gradient": lambda x: x, "reduce_precision": lambda x: None if x else x,  # only 0 surely stays
     "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
     "max": np.maximum, "min": np.minimum, "eq": np.equal, "ne": np.not_equal, "lt": np.less,
     "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "and": np.bitwise_and,
