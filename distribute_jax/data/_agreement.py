@@ -130,7 +130,7 @@ class GlobalEpochEnd:
             if self.process == 0 and len({each.digest for each in announced}) > 1:
                 warnings.warn(_DIFFERENT_BATCHES, stacklevel=2)
             if length is not None:
-                return _check_length(elements, length)
+                return elements
         return self._rounds(elements)
 
     def _rounds(self, elements: Iterator[HostElement]) -> Iterator[HostElement]:
@@ -178,21 +178,6 @@ class GlobalEpochEnd:
                 "continues with masked padding."
             )
         return min([longest, *failed])
-
-
-def _check_length(elements: Iterator[HostElement], length: int) -> Iterator[HostElement]:
-    """Yields the elements; raises if their number differs from the length on which all have agreed."""
-    number = 0
-    for number, element in enumerate(elements, 1):
-        if number > length:
-            break
-        yield element
-    if number != length:
-        actual = "more" if number > length else number
-        raise ArgumentError(
-            f"The length of the source is {length} batches, and an epoch had {actual}. The processes have "
-            "agreed on that number, so its __len__ must be right, or be left out."
-        )
 
 
 def _check_lengths(lengths: Sequence[int | None]) -> None:

@@ -140,6 +140,8 @@ class GlobalBatches(Feed):
         signature, progress = BatchSignature(), progress or EpochProgress()
         start, sizes, parts = progress.batches, (-1, 0, 0), []
         takes_part = self.is_common and self._worker.count > 1
+        if takes_part and (length := self.cardinality) is not None:
+            batches = _counted(batches, start, length)
         for position, batch in enumerate(batches, start):
             where = f"Batch {position} of the dataset"
             n = signature.check(batch, where, self._source.batching, compare_empty=False)
@@ -189,6 +191,21 @@ class GlobalBatches(Feed):
                 f"{self._source.text} cannot. {self._source.how_to_resume}"
                 "Distribute dj.data.from_arrays(...) or a Grain dataset, or save only at the end of an epoch."
             )
+
+
+def _counted(batches: Iterator[PyTree], number: int, length: int) -> Iterator[PyTree]:
+    """Yields all batches but the first ``number``; raises if that makes another length than expected."""
+    for batch in batches:
+        number += 1
+        if number > length:
+            break
+        yield batch
+    if number != length:
+        actual = "more" if number > length else number
+        raise ArgumentError(
+            f"The length of the source is {length} batches, and an epoch had {actual}. The processes have "
+            "agreed on that number, so its __len__ must be right, or be left out."
+        )
 
 
 _VERSION = 1

@@ -309,6 +309,13 @@ def test_a_wrong_length_is_refused(length: int, given: str):
     assert all(given in text for text in texts)
 
 
+def test_empty_batches_count_in_the_length():
+    """A source with batches of no rows, also at its end, has the length that it says."""
+    source = [np.arange(0), *batches(8, 4), np.arange(0)]
+    results, _ = drive(feeds_of(source, 1), 2, common=True)
+    assert [len(one) for one in checked(results)] == [2, 2]
+
+
 def test_a_process_that_divides_its_batches_alone_has_no_state():
     """One batch makes several steps, so a count of batches is not a position."""
     source = data.from_arrays(np.arange(8)).batch(4)
