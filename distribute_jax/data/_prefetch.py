@@ -67,7 +67,7 @@ class Prefetcher(Iterator[Any]):
         self._buffer = _Buffer(depth)
         self._elements: Any = elements
         """The generator; None once the thread has it."""
-        self._delay = 0.0 if can_change_thread else math.inf
+        self._delay = -math.inf if can_change_thread else math.inf
         # The thread refers to the buffer and not to this object, which can therefore be collected.
         weakref.finalize(self, self._buffer.stop).atexit = False
 
@@ -81,6 +81,7 @@ class Prefetcher(Iterator[Any]):
                 self._elements = None
                 raise
             elapsed = time.perf_counter() - start
+            # Not of the first element, whose time includes starting the source and compiling.
             self._delay = max(0.0, self._delay + elapsed - _HANDOVER_SECONDS)
             if self._delay > _MAX_DELAY:
                 self._start()

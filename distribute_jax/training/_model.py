@@ -162,7 +162,14 @@ class Model(Stateful):
 
         Raises:
             ValueError: an argument that is not one of these; a module built outside the scope.
+            ContextError: a callback compiled the model that its ``fit`` trains.
         """
+        if self._trainer is not None and self._trainer.guard.is_running:
+            raise ContextError(
+                "compile was called while fit, evaluate or predict runs this model, which would end with "
+                "the optimizer and loss that it began with. Compile between two calls of fit: the second "
+                "continues with initial_epoch=."
+            )
         with self.strategy.scope():
             check_placed(self.module, self.strategy)
             check_number("compile(ema_momentum)", ema_momentum, at_least=0, most=1)

@@ -376,7 +376,7 @@ class ReentrancyGuard:
         self._variables = [v for tracker in trackers for v in variables(tracker).values()]
         self._step_logs = step_logs
         self._lock = threading.RLock()
-        self._running = False
+        self.is_running = False
 
     @contextmanager
     def enter(self, method: str) -> Iterator[None]:
@@ -389,12 +389,12 @@ class ReentrancyGuard:
                 "dj.Model for each thread."
             )
         try:
-            with explicit_transfers(), self._restored() if self._running else nullcontext():
-                running, self._running = self._running, True
+            with explicit_transfers(), self._restored() if self.is_running else nullcontext():
+                running, self.is_running = self.is_running, True
                 try:
                     yield
                 finally:
-                    self._running = running
+                    self.is_running = running
         finally:
             self._lock.release()
 

@@ -199,6 +199,17 @@ def test_unknown_hooks_of_lambda_callback_are_refused():
         dj.callbacks.LambdaCallback(on_epoch_end=3)
 
 
+def test_compile_in_a_callback_is_refused_and_allowed_after_it(_compiled: Any):
+    """It would have no effect on the ``fit`` that runs."""
+    example = type(_compiled)()
+    model = example.model
+    again = dj.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: model.compile("sgd", "mae"))
+    with pytest.raises(dj.ContextError, match=r"compile was called while fit.*initial_epoch="):
+        example.fit(again, epochs=2)
+    model.compile("sgd", "mae")
+    assert model.evaluate(example.x, example.y, verbose=0) == pytest.approx(4.5 * abs(example.w))
+
+
 def test_predictions_of_a_hook_are_those_that_predict_returns(example: Any):
     found = []
     hook = dj.callbacks.LambdaCallback(
