@@ -27,7 +27,8 @@ def add_program(command: argparse.ArgumentParser) -> None:
         "-m", dest="module", action="store_true", help="run the program as a module"
     )
     command.add_argument("program", help="a Python script, or a module with -m")
-    command.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    rest = command.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    rest.required = False  # Python 3.11 would list it among the missing ones
 
 
 def run(options: argparse.Namespace) -> int:

@@ -219,7 +219,7 @@ class ExitHandler:
     ) -> None:
         self._code = 1
         is_local = issubclass(kind, DistributeError)  # its further lines name processes and values
-        text = f"{kind.__name__}: {error if is_local else error_text(error)}"
+        text = f"{kind.__name__}: {error if is_local else error_text(error)}".removesuffix(": ")
         status_writer().error(text)
         # A step fails on all processes if one has failed, which then has the true reason.
         may_follow = issubclass(kind, (jax.errors.JaxRuntimeError, StepFailedError, TimeoutError))

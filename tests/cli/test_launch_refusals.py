@@ -39,3 +39,10 @@ def test_a_wrong_option_shows_the_usage_of_its_command(option, capsys):
     error = capsys.readouterr().err
     assert "usage: distribute-jax launch" in error
     assert WRONG_OPTIONS[option] in error
+
+
+@pytest.mark.parametrize("command", ["launch", "plan"])
+def test_without_a_program_only_the_program_is_missing(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command])
+    assert capsys.readouterr().err.endswith("arguments are required: program\n")

@@ -9,7 +9,9 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import fault_functions
 import jax
@@ -153,17 +155,35 @@ def test_a_stopped_process_is_named_before_jax_aborts_the_others():
     )
 
 
-def test_a_socket_error_names_the_awaited_process(monkeypatch):
-    """The program waits for a value that another process does not help to compute."""
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], tuple[str, str]]:
+    """Fails in a job of two, and returns what the status file and the job's store have of it."""
     job, errors = job_of(0, 2, Counted()), []
-    heartbeats = {"heartbeats/0": "[3, 8, null, 0]", "heartbeats/1": "[5, 7, null, 0]"}
-    job.store.update(heartbeats)
+    job.store.update({"heartbeats/0": "[3, 8, null, 0]", "heartbeats/1": "[5, 7, null, 0]"})
     monkeypatch.setattr(_liveness, "current_job", lambda: job)
     monkeypatch.setattr(_liveness, "status_writer", lambda: SimpleNamespace(error=errors.append))
     for name in ("record_exit_code", "atexit.register", "sys.excepthook", "time.sleep"):
         monkeypatch.setattr(f"distribute_jax.processes._liveness.{name}", lambda *_: None)
     monkeypatch.setattr(_liveness, "_CAUSE_SECONDS", 0)
-    kind, text = jax.errors.JaxRuntimeError, "Gloo all-reduce failed: Timed out waiting 4000ms"
-    _liveness.ExitHandler(job, None)._on_error(kind, kind(text), None)
-    assert re.search("process 1.*at step 7, in your code +<- the others wait for it", errors[-1])
-    assert errors[-1] in json.loads(job.store["news/failed"])
+
+    def fail(error: BaseException) -> tuple[str, str]:
+        _liveness.ExitHandler(job, None)._on_error(type(error), error, None)
+        return errors[-1], job.store["news/failed"]
+
+    return fail
+
+
+def test_a_socket_error_names_the_awaited_process(failing: Any):
+    """The program waits for a value that another process does not help to compute."""
+    error = jax.errors.JaxRuntimeError("Gloo all-reduce failed: Timed out waiting 4000ms")
+    text, told = failing(error)
+    assert re.search("process 1.*at step 7, in your code +<- the others wait for it", text)
+    assert text in json.loads(told)
+
+
+def test_an_error_without_a_text_is_its_name_alone(failing: Any):
+    """As of a bare ``assert``, and of Ctrl-C."""
+    text, told = failing(KeyboardInterrupt())
+    assert text == "KeyboardInterrupt"
+    assert "KeyboardInterrupt" in told
+    assert "KeyboardInterrupt:" not in told
