@@ -54,7 +54,8 @@ they do not depend on the batch: pass the batch in args, from strategy.distribut
 
 _ZEROS = (
     "dj.Optimizer.update at %s gets gradients that are all zero: the loss does not depend on the variables "
-    "that it is differentiated by. In the loss function use its argument, not the model of the outer scope."
+    "that it is differentiated by, or only by a comparison, argmax, rounding or stop_gradient. Compute a "
+    "loss with a gradient, and in the loss function use its argument, not the model of the outer scope."
 )
 
 
