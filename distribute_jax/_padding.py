@@ -117,6 +117,23 @@ def _joiner(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(join, out_shardings=split_sharding(mesh))
 
 
+def with_rows(value: PerReplica, rows: Sequence[int], counts: tuple[int, ...] | None) -> PerReplica:
+    """Returns a batch of these rows of each replica's share, of which ``counts`` are real."""
+    with outside_mesh():
+        array = wait_on_cpu(_selector(value.mesh)(value.global_array, np.asarray(rows)))
+    return PerReplica(array, value.mesh, layout=Layout.JOINED, counts=counts)
+
+
+@functools.lru_cache(maxsize=16)
+def _selector(mesh: Mesh) -> Callable[[jax.Array, Any], jax.Array]:
+    def select(array: jax.Array, rows: jax.Array) -> jax.Array:
+        replicas, (size, *rest) = num_replicas(mesh), array.shape
+        shares = array.reshape(replicas, size // replicas, *rest)
+        return shares[:, rows].reshape(replicas * len(rows), *rest)
+
+    return jax.jit(select, out_shardings=split_sharding(mesh))
+
+
 def other_paddings(values: Sequence[PerReplica]) -> Iterator[list[PerReplica]]:
     """Yields the same batch twice, with other rows in its padding; real rows are untouched.
 

@@ -19,7 +19,7 @@ from distribute_jax._errors import ArgumentError
 from distribute_jax._jax_private import ARRAY, trace_settings
 from distribute_jax._mesh import sharding_over
 from distribute_jax._messages import check_int_range, leaf_text, listed, path_text
-from distribute_jax._padding import rows_to_joined, uneven_to_joined
+from distribute_jax._padding import rows_to_joined, uneven_to_joined, with_rows
 from distribute_jax._values import Layout, PerReplica, UnevenPerReplica
 
 _STATIC_TYPES = (bool, str, bytes, enum.Enum, np.dtype, type)
@@ -135,6 +135,17 @@ def flatten_arguments(
         treedef, tuple(signature), data, kinds, leaves, bound, counts, bool(joined), len(batches),
         shardings,
     )  # fmt: skip
+
+
+def full_batch(arguments: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns ``(args, kwargs)`` without padding, of which all replicas have equally much."""
+    real = range((arguments.counts or (0,))[0])
+    leaves = [
+        with_rows(leaf, real, None) if isinstance(leaf, PerReplica) and leaf.counts else leaf
+        for leaf in arguments.leaves
+    ]
+    args, kwargs = jax.tree.unflatten(arguments.treedef, leaves)
+    return args, kwargs
 
 
 class RepeatedArguments:

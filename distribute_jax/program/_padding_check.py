@@ -6,22 +6,19 @@ those for other padding, and for more of it.
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 
 from distribute_jax._errors import PaddingLeakError
-from distribute_jax._mesh import explicit_transfers, num_replicas, outside_mesh, split_sharding
+from distribute_jax._mesh import explicit_transfers
 from distribute_jax._messages import error_text, listed
-from distribute_jax._padding import other_paddings
-from distribute_jax._values import Layout, PerReplica
+from distribute_jax._padding import other_paddings, with_rows
+from distribute_jax._values import PerReplica
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._compare import (
@@ -126,12 +123,7 @@ def run_checked_for_leaks(
     # Statistics are not updated from shares of different lengths.
     if len(set(counts)) > 1 and (lines := _written_batch_norms(entry)):
         raise PaddingLeakError(_UNEVEN.format(counts=list(counts), lines=listed(lines)))
-    if program.padding is None:
-        larger = traced_larger(call)
-        program.per_example = per_example_results(call, entry, larger)
-        _check_mirrored_rows(call, entry)
-        program.padding = PaddingCheck(_why_unproved(call, entry, larger))
-    check: PaddingCheck = program.padding
+    check = program.padding = program.padding or _proof(call, entry)
     if not check.is_due():
         return entry.execute(flat)
     # JAX leaves out operations for a single row, so the reason would not be one of the step.
@@ -149,6 +141,24 @@ def run_checked_for_leaks(
             _refuse_differing(call, entry, flat, outs, longer, _TRACED_AGAIN, nudged=True)
     check.leaked = False
     return outs
+
+
+def is_proved(call: Call, entry: BoundProgram) -> bool:
+    """True if it follows from the traced step that padding reaches no result."""
+    if entry.program.padding is None:
+        try:
+            entry.program.padding = _proof(call, entry)
+        except PaddingLeakError as error:
+            entry.program.padding = PaddingCheck(error_text(error))
+    return not entry.program.padding.unproved
+
+
+def _proof(call: Call, entry: BoundProgram) -> PaddingCheck:
+    """Traces a step with more rows, and returns what is proved; raises if padding reaches a result."""
+    larger = traced_larger(call)
+    entry.program.per_example = per_example_results(call, entry, larger)
+    _check_mirrored_rows(call, entry)
+    return PaddingCheck(_why_unproved(call, entry, larger))
 
 
 def _why_unproved(call: Call, entry: BoundProgram, larger: Traced | str) -> str:
@@ -222,7 +232,8 @@ def _refuse_differing(
 
 def _with_more_padding(call: Call, entry: BoundProgram, values: Sequence[Any]) -> list[Any] | None:
     """Runs the step with twice the rows, which changes the result of a step that counts rows."""
-    data = [_doubled_batch(v) for v in call.arguments.data if _is_padded(v)]
+    twice = [*range(share_sizes(call)[0])] * 2
+    data = [with_rows(v, twice, v.counts) for v in call.arguments.data if _is_padded(v)]
     longer = replace(call, arguments=_with_batch(call, data))
     check: PaddingCheck = entry.program.padding
     if check.batches == 1:
@@ -259,21 +270,6 @@ def _drawn(program: Program) -> list[Any]:
 
 def _is_padded(value: Any) -> bool:
     return isinstance(value, PerReplica) and value.counts is not None
-
-
-def _doubled_batch(value: PerReplica) -> PerReplica:
-    with outside_mesh():
-        array = _doubling(value.mesh)(value.global_array)
-    return PerReplica(array, value.mesh, layout=Layout.JOINED, counts=value.counts)
-
-
-@functools.lru_cache(maxsize=16)
-def _doubling(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    def double(array: jax.Array) -> jax.Array:
-        parts = array.reshape(num_replicas(mesh), -1, *array.shape[1:])
-        return jnp.concatenate([parts, parts], axis=1).reshape(-1, *array.shape[1:])
-
-    return jax.jit(double, out_shardings=split_sharding(mesh))
 
 
 def _real(call: Call, entry: BoundProgram, index: int, array: jax.Array) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from distribute_jax._values import PerReplica
 from distribute_jax.processes import doing, stepped
 from distribute_jax.program._across_processes import note_call, note_outputs
 from distribute_jax.program._ahead_of_time import StepPlan
-from distribute_jax.program._arguments import Arguments, check_call, flatten_arguments
+from distribute_jax.program._arguments import Arguments, check_call, flatten_arguments, full_batch
 from distribute_jax.program._binding import step_lock
 from distribute_jax.program._cache import ProgramCache, Request
 from distribute_jax.program._call import BoundProgram, OutdatedError
@@ -25,7 +25,7 @@ from distribute_jax.program._capture import captures, unwrap_jit
 from distribute_jax.program._failures import naming_step, step_failure
 from distribute_jax.program._multi_step import can_scan, run_scanned, stacked_results, take_batches
 from distribute_jax.program._options import UNVERIFIED, RunOptions, checked_run_options
-from distribute_jax.program._padding_check import run_checked_for_leaks
+from distribute_jax.program._padding_check import is_proved, run_checked_for_leaks
 from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import Program, preparing
 from distribute_jax.program._result_rows import find_non_batched_results, wrap_partial
@@ -156,6 +156,10 @@ class Runner:
         arguments = request.arguments
         if request.options.verify not in entry.program.verified:
             self._verify(request, entry)
+        if arguments.counts is not None and self._needs_full_batch(request, entry):
+            args, kwargs = full_batch(arguments)
+            full = self._flatten_arguments(args, kwargs, self._mesh)
+            return self._run(Request(request.fn, full, request.options))
         flat = entry.flat_inputs(request.roots, arguments)
         note_call(entry, flat, arguments.data, self._mesh)
         if arguments.counts is not None:
@@ -228,15 +232,31 @@ class Runner:
                 self._counts.clear()
                 raise
 
+    def _needs_full_batch(self, request: Request, entry: BoundProgram) -> bool:
+        """True if a step of the library, whose code the user cannot change, is run without the padding.
+
+        That is a batch norm's in ``fit``. It is possible if all replicas have equally many examples, as one
+        replica always has, and compiles the step for that number.
+        """
+        if request.options is not UNVERIFIED or len(set(request.arguments.counts or ())) > 1:
+            return False
+        with self._proving(request, entry):
+            return not is_proved(self.cache.call(request, entry.binding), entry)
+
     def _run_partial(self, request: Request, entry: BoundProgram, flat: list[Any]) -> Any:
         call = self.cache.call(request, entry.binding)
         run = functools.partial(run_checked_for_leaks, call, entry, request.roots)
+        with self._proving(request, entry):
+            arrays = self._advance(entry, run, flat)
+        return wrap_partial(call, entry, arrays)
+
+    @contextmanager
+    def _proving(self, request: Request, entry: BoundProgram) -> Iterator[None]:
         is_checked = entry.program.padding is not None  # else it is traced with other padding
         tracing = nullcontext() if is_checked else self.cache.tracing(request, entry)
         clock = nullcontext() if is_checked else preparing()
         with naming_step(entry.step, entry.program), tracing, clock:
-            arrays = self._advance(entry, run, flat)
-        return wrap_partial(call, entry, arrays)
+            yield
 
     def _verify(self, request: Request, entry: BoundProgram) -> None:
         """Compares a call with one device; with ``"auto"`` once for a step and the objects it is bound to."""

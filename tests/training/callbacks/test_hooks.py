@@ -201,7 +201,7 @@ def test_unknown_hooks_of_lambda_callback_are_refused():
 
 def test_compile_in_a_callback_is_refused_and_allowed_after_it(example: Any):
     """It would have no effect on the ``fit`` that runs."""
-    example = type(example)()  # a model of its own
+    example = type(example)()  # another model
     model = example.model
 
     def compile_again(*args: Any) -> None:
