@@ -110,7 +110,8 @@ class GlobalBatches(Feed):
     def _identity(self) -> State:
         """What must be equal in a state and in the dataset that resumes from it."""
         source = self._source
-        return {"source": source.text, "seed": source.seed, "batches": source.length}
+        sizes = {"examples": source.examples, "batch_size": source.batch_size}
+        return {"source": source.text, "seed": source.seed, **sizes, "batches": source.length}
 
     def state(self, epoch: int, progress: EpochProgress) -> State:
         self._check_resumable("state")
@@ -126,7 +127,7 @@ class GlobalBatches(Feed):
     def resume(self, state: State) -> tuple[int, EpochProgress, Iterator[HostElement]]:
         self._check_resumable("restore")
         epoch, progress = _read_state(state, self._identity)
-        if self._source.length is None and progress.first:
+        if self._source.batch_size is None and progress.first:
             elements = self._divided(self._source.open(epoch))
             first = next((element.progress.first for element in elements), 0)
             _check_same({"first_batch": progress.first}, {"first_batch": first})

@@ -64,6 +64,8 @@ STATE = {
     "version": 1,
     "source": "dj.data.from_arrays(…)",
     "seed": 0,
+    "examples": 22,
+    "batch_size": 4,
     "batches": 6,
     "epoch": 0,
     "position": 2,
@@ -184,6 +186,8 @@ def test_a_failed_restore_changes_nothing():
             STATE | {"batches": 12},
             "'batches': 12}, but this dataset has {'batches': 6}.*global batches",
         ),
+        (STATE | {"examples": 21}, "'examples': 21}, but this dataset has {'examples': 22}"),
+        (STATE | {"batch_size": 5}, "'batch_size': 5}, but this dataset has {'batch_size': 4}"),
         (STATE | {"position": 7}, "position must be an integer >= 0 and < 7; got 7"),
         (STATE | {"position": -1}, "position must be an integer >= 0; got -1"),
         (STATE | {"epoch": 1.5}, "epoch must be an integer >= 0; got 1.5"),
@@ -197,22 +201,26 @@ def test_a_state_of_another_dataset_is_refused(state: Any, message: str):
         iterator.restore(state)
 
 
-def endless(n: int, size: int) -> dj.data.ArrayDataset:
-    return dj.data.from_arrays(np.arange(n)).repeat().batch(size)
+@pytest.mark.parametrize("kind", ["endless", "known", "unknown"])
+@pytest.mark.parametrize("size", [3, 5])
+def test_another_batch_size_is_detected(size: int, kind: str):
+    """So that resuming never yields other examples silently, also with as many batches as before."""
 
+    def made(size: int) -> Any:
+        source = dj.data.from_arrays(np.arange(6))
+        if kind == "endless":
+            return create(source.repeat().batch(size))
+        return create(source.batch(size) if kind == "known" else Fixed((size, 6 - size)))
 
-@pytest.mark.parametrize("size", [2, 8])
-def test_another_batch_size_is_detected_if_the_length_is_unknown(size: int):
-    """By the first batch of the epoch, so that resuming never yields other examples silently."""
-    iterator = iter(create(endless(40, 4)))
+    iterator = iter(made(4))
     next(iterator)
     saved = iterator.state()
-    assert saved["batches"] is None
+    name = "first_batch" if kind == "unknown" else "batch_size"
     with pytest.raises(
-        ArgumentError, match=f"'first_batch': 4}}, but this dataset has {{'first_batch': {size}"
+        ArgumentError, match=f"'{name}': 4}}, but this dataset has {{'{name}': {size}"
     ):
-        iter(create(endless(40, size))).restore(saved)
-    same = iter(create(endless(40, 4)))
+        iter(made(size)).restore(saved)
+    same = iter(made(4))
     same.restore(saved)
     assert examples_in(next(same)) == examples_in(next(iterator))
 
@@ -234,7 +242,9 @@ def test_sources_that_cannot_seek_say_so(source: Any):
 def test_reduce_over_endless_data_is_refused():
     """It would never return."""
     with pytest.raises(ArgumentError, match="repeated without end"):
-        create(endless(4, 4)).reduce(0, lambda state, element: state)
+        create(dj.data.from_arrays(np.arange(4)).repeat().batch(4)).reduce(
+            0, lambda state, element: state
+        )
 
 
 REAL = {

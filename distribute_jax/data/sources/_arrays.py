@@ -191,6 +191,7 @@ class ArraySource(Source):
         super().__init__(dataset, method)
         self.is_infinite = dataset._is_endless()
         self.seed = dataset._seed
+        self.examples, self.batch_size = dataset._order.rows, dataset._size
         self.runs_user_code = bool(dataset._functions or dataset._batch_functions)
 
     def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:

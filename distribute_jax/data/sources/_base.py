@@ -32,6 +32,9 @@ class Source(ABC):
     """True if reading may call functions of the user, which must then stay in one thread."""
     seed: int | None = None
     """The seed of its shuffling, if known."""
+    examples: int | None = None
+    batch_size: int | None = None
+    """The numbers of examples in all, and in a full batch, where they are known without reading."""
     num_files: int | None = None
     """How many files it reads; None if it reads none, or their number is unknown."""
     auto_shard_policy: str | None = None

@@ -118,7 +118,7 @@ class FileSource(Source):
         if dataset._size is None:
             raise unbatched(self.text, method)
         super().__init__(dataset, method)
-        self.seed = dataset._seed
+        self.seed, self.batch_size = dataset._seed, dataset._size
         self.num_files = len(dataset._paths)
 
     def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
