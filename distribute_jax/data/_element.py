@@ -18,7 +18,7 @@ from distribute_jax._mesh import (
     outside_mesh,
     split_sharding,
 )
-from distribute_jax._messages import PyTree
+from distribute_jax._messages import PyTree, is_key
 from distribute_jax._padding import padded_rows
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.data._check import device_dtype, dtype_on_device
@@ -94,7 +94,7 @@ def _transferred(leaf: Any, rows: Any, share: int, mesh: Mesh) -> jax.Array:
     """Returns an array of N × share rows, of which this process transfers those of its replicas."""
     sharding, first = split_sharding(mesh), local_replicas(mesh).start * share
     if isinstance(leaf, jax.Array) and is_local(mesh):
-        return jax.device_put(leaf if rows is None else leaf[rows], sharding)
+        return jax.device_put(leaf if rows is None else taken(leaf, rows), sharding)
     leaf, size = np.asanyarray(leaf), num_replicas(mesh) * share
 
     def shard(index: Any) -> np.ndarray[Any, Any]:
@@ -103,6 +103,12 @@ def _transferred(leaf: Any, rows: Any, share: int, mesh: Mesh) -> jax.Array:
         return _copied_rows(leaf, local if rows is None else rows[local])
 
     return jax.make_array_from_callback((size, *leaf.shape[1:]), sharding, shard)
+
+
+def taken(leaf: Any, rows: Any) -> Any:
+    """Returns rows of an array; from the host if it is sharded, since JAX cannot index explicit axes."""
+    is_sharded = isinstance(leaf, jax.Array) and len(leaf.devices()) > 1
+    return (np.asarray(leaf) if is_sharded and not is_key(leaf) else leaf)[rows]
 
 
 def _copied_rows(leaf: np.ndarray[Any, Any], rows: Any) -> np.ndarray[Any, Any]:

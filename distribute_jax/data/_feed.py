@@ -16,7 +16,7 @@ from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._mesh import outside_mesh
 from distribute_jax._messages import KeyPath, PyTree, leaf_text, path_text
 from distribute_jax.data._check import BatchSignature
-from distribute_jax.data._element import HostElement
+from distribute_jax.data._element import HostElement, taken
 from distribute_jax.data._options import (
     AutoShardPolicy,
     InputContext,
@@ -253,7 +253,7 @@ def _rows(batch: PyTree, n: int, start: int, stop: int) -> PyTree:
     rows = slice(start, stop) if stop > start else slice(n - 1, n)
     # Inside scope() the mesh context would refuse any computation on one device.
     with outside_mesh():
-        return jax.tree.map(lambda leaf: leaf[rows], batch)
+        return jax.tree.map(lambda leaf: taken(leaf, rows), batch)
 
 
 def _digest(batch: PyTree) -> str:

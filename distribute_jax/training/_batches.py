@@ -19,6 +19,7 @@ from distribute_jax._messages import PyTree, leaf_text, listed
 from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.data import DatasetCreator, DistributedDataset, from_arrays
 from distribute_jax.data._dataset import batch_layout, observe, observed
+from distribute_jax.data._element import taken
 from distribute_jax.data.sources._base import on_host
 from distribute_jax.strategies import Strategy, get_replica_context
 from distribute_jax.training._objective import LabelCheck, variables
@@ -51,8 +52,8 @@ class Arrays(NamedTuple):
                 f"validation_split must leave examples to train and to validate on; got {fraction!r} of "
                 f"{self.length} examples."
             )
-        first: Arrays = jax.tree.map(lambda leaf: leaf[:end], self)
-        return first, jax.tree.map(lambda leaf: leaf[end:], self)
+        first: Arrays = jax.tree.map(lambda leaf: taken(leaf, slice(end)), self)
+        return first, jax.tree.map(lambda leaf: taken(leaf, slice(end, None)), self)
 
 
 def arrays_of(method: str, x: Any, y: Any, weight: Any) -> Arrays | None:

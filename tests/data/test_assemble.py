@@ -103,11 +103,12 @@ def test_a_jax_array_that_is_already_placed_is_not_copied():
 @pytest.mark.parametrize("rows", [8, 7])
 @pytest.mark.parametrize("in_scope", [False, True])
 def test_jax_arrays_elsewhere_are_placed(rows: Any, in_scope: bool):
-    """Uncommitted, one-device and replicated arrays are split, full and padded, also in scope."""
-    mesh = mesh_of(4)
-    array = jnp.arange(rows)
-    replicated = jax.sharding.NamedSharding(mesh, jax.P())
-    batch = (array, jax.device_put(array, jax.devices()[5]), jax.device_put(array, replicated))
+    """Uncommitted, one-device, replicated and sharded arrays are split, full and padded, also in scope."""
+    mesh, explicit = mesh_of(4), jax.sharding.AxisType.Explicit
+    own = jax.make_mesh((rows // 2,), ("x",), axis_types=(explicit,))
+    array, others = jnp.arange(rows), [jax.devices()[5], jax.NamedSharding(mesh, jax.P())]
+    others.append(jax.NamedSharding(own, jax.P("x" if rows == 8 else None)))
+    batch = (array, *(jax.device_put(array, other) for other in others))
     with jax.set_mesh(mesh if in_scope else None):
         element = first(batch, replicas=4)
     for leaf in element:

@@ -100,8 +100,10 @@ def test_fit_equals_plain_flax_on_one_device(strategy: dj.Strategy):
 
 def test_validation_split_and_frequency(s4: dj.MirroredStrategy):
     model = make_model(s4)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    sharded = jax.device_put(X, jax.NamedSharding(mesh, jax.P("x")))
     history = model.fit(
-        X, Y, batch_size=8, epochs=4, validation_split=0.25, validation_freq=2, verbose=0
+        sharded, Y, batch_size=8, epochs=4, validation_split=0.25, validation_freq=2, verbose=0
     )
     assert {k: len(v) for k, v in history.history.items()} == {
         "loss": 4, "accuracy": 4, "val_loss": 2, "val_accuracy": 2,
