@@ -128,7 +128,7 @@ class GlobalEpochEnd:
             _raise_failure(error, announced)
             elements = chain(first, elements)
             if self.process == 0 and len({each.digest for each in announced}) > 1:
-                warnings.warn(_DIFFERENT_BATCHES, stacklevel=2)
+                warnings.warn(_DIFFERENT_BATCHES.format("their first batches differ"), stacklevel=2)
             if length is not None:
                 return elements
         return self._rounds(elements)
@@ -145,6 +145,9 @@ class GlobalEpochEnd:
                 _check_all_have_data(announced)
             _check_steps_match(announced, self.policy)
             agreed = self._agreed_steps(announced)
+            ended = {len(each.steps) for each in announced if each.error is None}
+            if self.common and self.process == 0 and len(ended) > 1:
+                warnings.warn(_DIFFERENT_BATCHES.format("some have more of them"), stacklevel=2)
             for number in range(agreed):
                 last = local[number] if number < len(local) else last
                 if self.policy is not PartialPolicy.MASK:
@@ -195,7 +198,7 @@ def _check_all_have_data(announced: Sequence[Announcement]) -> None:
         raise ArgumentError(
             f"Process {without[0]} has no batches, and other processes have some, so it does not know "
             "what the batches look like. Give every process at least one batch, or let every process read "
-            'everything: dj.InputOptions(auto_shard_policy="data").'
+            'everything, in strategy.distribute_dataset with dj.InputOptions(auto_shard_policy="data").'
         )
 
 
@@ -247,8 +250,8 @@ def _error_line(error: BaseException | None) -> str | None:
 
 
 _DIFFERENT_BATCHES = (
-    "All processes should read the same batches and take their part of each, but their first batches "
-    "differ: some examples may be trained on twice and others never. Give every process the same data and "
-    "the same shuffling seed, or different data: strategy.distribute_datasets_from_function, or "
+    "All processes should read the same batches and take their part of each, but {}: some examples may "
+    "be trained on twice and others never. Give every process the same data and the same shuffling seed, or "
+    "different data: strategy.distribute_datasets_from_function, or "
     'dj.InputOptions(auto_shard_policy="off"). If only random augmentation differs, ignore this warning.'
 )

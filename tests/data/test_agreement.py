@@ -297,6 +297,18 @@ def test_different_lengths_are_refused_if_all_should_read_the_same(lengths: Any)
     assert all("process 0: 2 batches" in text for text in texts)
 
 
+@pytest.mark.parametrize(("numbers", "seen"), [((2, 3), "more of them"), ((3, 3), None)])
+def test_batches_without_a_length_that_only_some_processes_have_are_reported(
+    numbers: Any, seen: str | None, recwarn: pytest.WarningsRecorder
+):
+    """All read the same batches, so the parts of the process that has ended are lost."""
+    source = feeds_of(lambda worker: iter(batches(4 * numbers[worker.index], 4)), 1)
+    assert [len(one) for one in checked(drive(source, 2, common=True)[0])] == [3, 3]
+    texts = [str(one.message) for one in recwarn]
+    assert all(seen is not None and seen in text for text in texts)
+    assert bool(texts) == (seen is not None)
+
+
 @pytest.mark.parametrize(("length", "given"), [(1, "had more"), (3, "had 2")])
 def test_a_wrong_length_is_refused(length: int, given: str):
     """The other processes rely on it."""
