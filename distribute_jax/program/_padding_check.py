@@ -56,7 +56,13 @@ Exclude the padding with dj.compute_average_loss(per_example_loss), or with jnp.
 mask = dj.get_replica_context().batch_mask; count examples with dj.get_replica_context().real_examples. \
 The result of compute_average_loss and its gradients go with all_reduce("sum", ...), and dj.Optimizer sums \
 the gradients by itself; all_reduce("mean", ...) goes with a mean over the replica's rows, which is right \
-for full batches only. Or feed no partial batches: InputOptions(partial="drop")."""
+for full batches only. Or feed {instead}."""
+
+_WITHOUT_PADDING = (
+    "it without padding, which is possible where all replicas have as many examples, as here: "
+    'InputOptions(partial="shrink")'
+)
+_NO_PARTIAL = 'no partial batches: InputOptions(partial="drop")'
 
 _PROVED = "This follows from the traced step, which has not run:"
 _COMPARED = "The step was run on copies of the state with {};"
@@ -289,7 +295,10 @@ def _error(
     rows = share_sizes(call)[0] * len(counts)
     norms = _written_batch_norms(entry)
     more = _NORMS.format(lines=listed(norms)) if norms else ""
-    text = _LEAK.format(does=does, lines=listed(lines), real=sum(counts), rows=rows, how=how)
+    instead = _NO_PARTIAL if len(set(counts)) > 1 else _WITHOUT_PADDING
+    text = _LEAK.format(
+        does=does, lines=listed(lines), real=sum(counts), rows=rows, how=how, instead=instead
+    )
     return PaddingLeakError(text + more)
 
 

@@ -443,9 +443,14 @@ def test_batch_norm_over_padding_on_one_device_is_refused():
     with one.scope():
         norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
     _, partial = one.distribute_dataset(batches(8, 5))
-    with pytest.raises(dj.PaddingLeakError, match=r"norm \(BatchNorm\): norm\.mean, norm\.var"):
+    with pytest.raises(
+        dj.PaddingLeakError, match=r"norm \(BatchNorm\): norm\.mean, norm\.var"
+    ) as caught:
         one.run(lambda x: norm(x), args=(partial,))
     assert one.run(lambda x: masked_norm(norm, x), args=(partial,)).shape == (5, 3)
+    assert "without padding, which is possible where" in str(caught.value)
+    _, cut = one.distribute_dataset(batches(8, 5), dj.InputOptions(partial="shrink"))
+    assert one.run(lambda x: norm(x), args=(cut,)).shape == (5, 3)
 
 
 def test_counted_padding_is_found_beside_random_numbers_of_fixed_shape(s4: dj.MirroredStrategy):
