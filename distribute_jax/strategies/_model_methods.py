@@ -139,6 +139,7 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
         variables = [v for v, _ in named if v is not None]
         paths = [path for v, path in named if v is not None]
         shardings = iter(replicas.shardings(variables, lambda: paths))
+        _mark_traced_attributes(model)
         parts[:] = graph, tree, [
             (next(shardings) if v is not None else None) or replicas.state(getattr(leaf, "shape", ()))
             for v, _ in named
@@ -166,6 +167,15 @@ def _leaves_of(nest: Any, state: Any) -> list[tuple[nnx.Variable[Any] | None, Pa
     """
     roots, variables = modules_of(nest), []
     for keys, value in jax.tree.leaves_with_path(
+def _mark_traced_attributes(nest: Any) -> None:
+    """Marks arrays that modules hold as plain attributes: Flax does so itself, except while it is traced."""
+    for root in modules_of(nest).values():
+        for _, node in list(nnx.iter_graph(root)):
+            for key, value in list(vars(node).items()) if isinstance(node, nnx.Pytree) else ():
+                if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
+                    setattr(node, key, nnx.data(value))
+
+
         state, is_leaf=lambda x: isinstance(x, nnx.Variable)
     ):
         path = tuple(key.key for key in keys)

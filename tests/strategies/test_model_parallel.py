@@ -364,9 +364,10 @@ def test_create_makes_arrays_that_are_not_variables() -> None:
         def __init__(self) -> None:
             self.layer = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
             self.scale = nnx.data(jnp.full((64, 64), 2.0))
+            self.mask = jnp.full(2, 2.0)  # which Flax takes for data only where nothing is traced
 
     module, array = dj.FullyShardedStrategy([0, 1]).create(lambda: (Scaled(), jnp.ones((64, 64))))
-    assert float(module.scale.sum() / array.sum()) == 2
+    assert float(module.scale.sum() / array.sum()) == float(module.mask.mean()) == 2
     assert module.scale.is_fully_replicated
     assert not array.is_fully_replicated
     assert not module.layer.kernel.get_raw_value().is_fully_replicated
