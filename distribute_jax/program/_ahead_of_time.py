@@ -33,7 +33,7 @@ from distribute_jax._messages import size_text
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments, check_function
-from distribute_jax.program._binding import Binding, check_leaked_tracers, copy_contents, restore
+from distribute_jax.program._binding import Binding, copy_contents, restore
 from distribute_jax.program._hlo import Collective, collectives_of
 from distribute_jax.program._lowerings import AheadOfTime
 from distribute_jax.program._options import RunOptions
@@ -267,7 +267,6 @@ def plan_step(
     try:
         with outside_mesh(), explain_compile_errors(step_name(fn)):
             for may_create in (True, False):
-                check_leaked_tracers(binding)
                 check_arrays(binding, jax.ShapeDtypeStruct)
                 ahead = AheadOfTime(local[0])
                 call = Call(fn, binding, arguments, StandIn(strategy, number), mesh)

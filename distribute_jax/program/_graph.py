@@ -103,7 +103,7 @@ class Walker:
             self.graph.statics[name] = value
             if is_library(type(value).__module__):
                 return plain_key(value)
-        if isinstance(value, jax.Array):
+        if isinstance(value, jax.Array) or self._stands_for_array(value):
             self.graph.arrays.append((name, place))
             return ("array", value.shape, value.dtype, getattr(value, "weak_type", False))
         if isinstance(value, np.ndarray) and value.dtype != object:
@@ -116,6 +116,11 @@ class Walker:
         self._seen[id(value)] = len(self._seen)
         self._keep.append(value)
         return self._visit_new(value, name, place)
+
+    def _stands_for_array(self, value: Any) -> bool:
+        """True for the shape of an array of a module from ``nnx.eval_shape``, not for one of its settings."""
+        is_shape = isinstance(value, jax.ShapeDtypeStruct)
+        return is_shape and any(x is value for x in jax.tree.leaves(self.graph.nodes))
 
     def _visit_new(self, value: Any, name: str, place: CapturePath) -> Any:
         if isinstance(value, nnx.Variable):

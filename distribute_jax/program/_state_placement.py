@@ -109,9 +109,11 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, int, float, complex)
 
 def check_arrays(binding: Binding, *more: type) -> None:
     """Raises ArgumentError for state that is neither an array nor of one of ``more`` types."""
+    held = [*zip(binding.names, read_raw(binding.variables), strict=True)]
+    held += [(name, place.get()) for name, place, root in binding.arrays if root is None]
     others = [
         f"{name}: {leaf_text(leaf)}"
-        for name, raw in zip(binding.names, read_raw(binding.variables), strict=True)
+        for name, raw in held
         for leaf in jax.tree.leaves(raw)
         if not isinstance(leaf, (*_ARRAYS, *more))
     ]

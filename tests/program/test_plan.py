@@ -176,6 +176,7 @@ def test_a_step_that_makes_variables_is_planned(s2: dj.MirroredStrategy) -> None
 
 
 TEXT = nnx.Variable("text")
+SHAPES = nnx.eval_shape(lambda: nnx.Dict(a=nnx.data(jnp.ones(3))))
 REFUSED: dict[str, tuple[Callable[[dj.Strategy], Any], str]] = {
     "no number": (lambda s: s.plan(abs, (1.0,), replicas=0), "replicas must be"),
     "a huge number": (lambda s: s.plan(abs, (1.0,), replicas=2**62), "replicas must be .* < 1048576"),
@@ -184,6 +185,7 @@ REFUSED: dict[str, tuple[Callable[[dj.Strategy], Any], str]] = {
     ),
     "no tuple": (lambda s: s.plan(abs, 1.0), r"strategy.plan\(step, args="),
     "no array": (lambda s: s.plan(lambda: TEXT.get_value()), "TEXT: str 'text'"),
+    "a shape": (lambda s: s.run(lambda: 2 * SHAPES.a), r"SHAPES.a: float32\[3\]"),
     "no function": (lambda s: s.plan(1, (1.0,)), "step must be a function; got 1"),
     "a strategy in no list": (lambda s: dj.plan(abs, strategies=s), "strategies must be a non-empty list"),
     "a class": (lambda s: dj.plan(abs, strategies=[type(s)]), "'> in strategies is not a strategy"),
@@ -251,8 +253,16 @@ def test_a_model_of_shapes_is_planned() -> None:
     """A model that fits no device is made with nnx.eval_shape, without any array."""
     strategy = dj.FullyShardedStrategy()
 
+    class Masked(nnx.Linear):
+        def __init__(self) -> None:
+            super().__init__(2**16, 2**16, rngs=nnx.Rngs(0))
+            self.mask, self.scale = jnp.ones(2**16), nnx.data(jnp.ones(2**16))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return super().__call__(x * self.mask) * self.scale
+
     def make() -> tuple[nnx.Module, nnx.Optimizer]:
-        model = nnx.Linear(2**16, 2**16, rngs=nnx.Rngs(0))
+        model = Masked()
         return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
     model, optimizer = nnx.eval_shape(make)
