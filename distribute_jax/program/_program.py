@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from distribute_jax._errors import LoweringError, StepFailedError, log_once
 from distribute_jax._mesh import DATA, cores_per_replica, replicas_per_device
@@ -207,19 +207,26 @@ def build(
 
 
 def _check_callbacks(traced: Traced, mesh: Mesh, state_mesh: Mesh) -> None:
-    """Raises for callbacks that return arrays, with automatic axes or two meshes: JAX has none there."""
-    if state_mesh == mesh and (cores_per_replica(mesh) == 1 or mesh.shape[DATA] == 1):
+    """Raises for callbacks that return arrays, with automatic axes, two meshes or in a plan: JAX has none."""
+    is_plan, where = isinstance(mesh, AbstractMesh), "on replicas of several devices"
+    if state_mesh != mesh:
+        where = "with shard_over"
+    elif not is_plan and (cores_per_replica(mesh) == 1 or mesh.shape[DATA] == 1):
         return
+    text = _PLANNED_CALLBACK if is_plan else _CALLBACK
     for eqn in equations(traced.jaxpr.jaxpr):
         if name(eqn) in ("pure_callback", "io_callback"):
-            where = "with shard_over" if state_mesh != mesh else "on replicas of several devices"
-            raise LoweringError(_CALLBACK.format(what=name(eqn), line=line(eqn), where=where))
+            raise LoweringError(text.format(what=name(eqn), line=line(eqn), where=where))
 
 
 _CALLBACK = """\
 {what} at {line} cannot run {where}: JAX does not compile it there.
 Compute what it returns before the step and pass it in args; to look at values use jax.debug.callback. A \
 strategy without shard_over, with one device for each replica, runs it."""
+
+_PLANNED_CALLBACK = """\
+strategy.plan: {what} at {line} cannot be planned, since JAX compiles it only for devices that exist.
+Plan a step that takes in args what it returns; jax.debug.callback can be planned."""
 
 
 def _log_replicated_arguments(call: Call, traced: Traced, mesh: Mesh) -> None:

@@ -186,6 +186,9 @@ REFUSED: dict[str, tuple[Callable[[dj.Strategy], Any], str]] = {
     "no tuple": (lambda s: s.plan(abs, 1.0), r"strategy.plan\(step, args="),
     "no array": (lambda s: s.plan(lambda: TEXT.get_value()), "TEXT: str 'text'"),
     "a shape": (lambda s: s.run(lambda: 2 * SHAPES.a), r"SHAPES.a: float32\[3\]"),
+    "a callback": (
+        lambda s: s.plan(lambda: jax.pure_callback(lambda: X, X)), "pure_callback at .* cannot be planned"
+    ),
     "no function": (lambda s: s.plan(1, (1.0,)), "step must be a function; got 1"),
     "a strategy in no list": (lambda s: dj.plan(abs, strategies=s), "strategies must be a non-empty list"),
     "a class": (lambda s: dj.plan(abs, strategies=[type(s)]), "'> in strategies is not a strategy"),
