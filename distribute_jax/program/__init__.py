@@ -43,6 +43,7 @@ from distribute_jax.program._placement import (
     ParameterDevice as ParameterDevice,
     Path as Path,
     PlacedLeaf as PlacedLeaf,
+    PlainArray as PlainArray,
     Replicas as Replicas,
     Rules as Rules,
     modules_of as modules_of,

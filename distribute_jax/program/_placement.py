@@ -180,6 +180,10 @@ def logical_axes(variable: nnx.Variable[Any]) -> Axes:
     return tuple(name if isinstance(name, str) else None for name in names)
 
 
+class PlainArray(nnx.Param[Any]):
+    """An array outside of modules: a parameter, or what optax keeps of one."""
+
+
 class PlacedLeaf(NamedTuple):
     """Where one array of state is stored between steps."""
 
@@ -344,7 +348,17 @@ class Replicas:
             leaves = jax.tree.leaves(variable.get_raw_value())
             if not path or shape not in map(jnp.shape, leaves):
                 return whole, ""
-        return self.rules.axes(path_text(path), variable, shape)
+        try:
+            return self.rules.axes(path_text(path), variable, shape)
+        except ArgumentError:
+            # Optax's state in a TrainState has the names of parameters, and factored moments other shapes.
+            if isinstance(variable, PlainArray) and any(
+                of[:1] != path[:1] and of[1:] == path[i:] and jnp.shape(v.get_raw_value()) != shape
+                for i in range(2, len(path))
+                for of, v in model.items()
+            ):
+                return whole, ""
+            raise
 
     def _check_divides(self, rows: Sequence[PlacedLeaf]) -> None:
         """Raises ArgumentError if parameters should be divided and none can be."""

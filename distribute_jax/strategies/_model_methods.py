@@ -14,7 +14,15 @@ from flax import nnx
 from distribute_jax._errors import ArgumentError, ProcessesDifferError
 from distribute_jax._messages import Kwargs, StepFunction, error_text, is_array, leaf_text
 from distribute_jax.processes import job_of
-from distribute_jax.program import Path, PlacedLeaf, Replicas, RunOptions, StepPlan, modules_of
+from distribute_jax.program import (
+    Path,
+    PlacedLeaf,
+    PlainArray,
+    Replicas,
+    RunOptions,
+    StepPlan,
+    modules_of,
+)
 
 M = TypeVar("M")
 
@@ -131,6 +139,7 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
 
     def leaves() -> list[Any]:
         model = make()
+        _mark_traced_attributes(model)
         graph, state = nnx.split(model)
         flat, tree = jax.tree.flatten(state)
         if not flat or not all(map(is_array, flat)):
@@ -139,7 +148,6 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
         variables = [v for v, _ in named if v is not None]
         paths = [path for v, path in named if v is not None]
         shardings = iter(replicas.shardings(variables, lambda: paths))
-        _mark_traced_attributes(model)
         parts[:] = graph, tree, [
             (next(shardings) if v is not None else None) or replicas.state(getattr(leaf, "shape", ()))
             for v, _ in named
@@ -159,14 +167,6 @@ def _created(make: Callable[[], M], replicas: Replicas) -> M:
     return nnx.merge(graph, jax.tree.unflatten(tree, lowered.compile()()))
 
 
-def _leaves_of(nest: Any, state: Any) -> list[tuple[nnx.Variable[Any] | None, Path]]:
-    """Returns the variables of a pytree and their paths.
-
-    An array outside of modules counts as a parameter; for one that a module holds beside its variables there
-    is None.
-    """
-    roots, variables = modules_of(nest), []
-    for keys, value in jax.tree.leaves_with_path(
 def _mark_traced_attributes(nest: Any) -> None:
     """Marks arrays that modules hold as plain attributes: Flax does so itself, except while it is traced."""
     for root in modules_of(nest).values():
@@ -176,12 +176,20 @@ def _mark_traced_attributes(nest: Any) -> None:
                     setattr(node, key, nnx.data(value))
 
 
+def _leaves_of(nest: Any, state: Any) -> list[tuple[nnx.Variable[Any] | None, Path]]:
+    """Returns the variables of a pytree and their paths.
+
+    An array outside of modules counts as a parameter; for one that a module holds beside its variables there
+    is None.
+    """
+    roots, variables = modules_of(nest), []
+    for keys, value in jax.tree.leaves_with_path(
         state, is_leaf=lambda x: isinstance(x, nnx.Variable)
     ):
         path = tuple(key.key for key in keys)
         # Paths begin at the module, whatever container it is in.
         inside = next((path[i:] for i in range(len(path) + 1) if path[:i] in roots), None)
-        variable = value if isinstance(value, nnx.Variable) else nnx.Param(value)
+        variable = value if isinstance(value, nnx.Variable) else PlainArray(value)
         variables.append(
             (variable if inside is None or variable is value else None, inside or path)
         )

@@ -89,6 +89,23 @@ def test_rules_shard_a_train_state() -> None:
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+def test_rules_leave_factored_moments_whole() -> None:
+    """Optax keeps them under the names of parameters, which rules must fit."""
+    tx, spec = optax.adafactor(0.1, min_dim_size_to_factor=8), PartitionSpec("model", None)
+
+    def made(rule: str) -> TrainState:
+        strategy = dj.ModelParallelStrategy([0, 1], model=2, rules={rule: spec})
+        return strategy.create(
+            lambda: TrainState.create(apply_fn=None, params=state().params, tx=tx)
+        )
+
+    ours = made("Dense_0.kernel")
+    assert ours.params["Dense_0"]["kernel"].sharding.spec == PartitionSpec("model")
+    assert ours.opt_state[0].v_row["Dense_0"]["kernel"].is_fully_replicated
+    with pytest.raises(dj.ArgumentError, match=r"Dense_0.bias has the shape \[64\]"):
+        made("Dense_0.bias")
+
+
 def test_a_replicated_train_state_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     strategy = dj.FullyShardedStrategy([0, 1])
     now, _ = strategy.run(update, args=(state(), jnp.asarray(ROWS)))
