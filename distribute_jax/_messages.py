@@ -84,6 +84,13 @@ def is_numeric(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, np.number) or dtype == np.bool_)
 
 
+@functools.cache
+def devices_hold(dtype: Any) -> bool:
+    """True for the dtypes of numbers and bools that JAX has; NumPy counts a timedelta64 as an integer."""
+    others = ("timedelta64", "float6_", "float128", "complex256")
+    return is_numeric(dtype) and not dtype.name.startswith(others)
+
+
 def is_key(value: Any) -> bool:
     """True for an array of typed random keys, which take part in no arithmetic."""
     return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)

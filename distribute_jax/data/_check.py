@@ -14,10 +14,10 @@ from distribute_jax._messages import (
     KeyPath,
     PyTree,
     check_int_range,
+    devices_hold,
     error_text,
     is_array,
     is_donated,
-    is_numeric,
     leaf_text,
     listed,
     path_text,
@@ -26,8 +26,8 @@ from distribute_jax._values import DistributedValues
 
 UNBATCHED = "Every leaf of a batch is an array whose dim 0 counts the examples."
 NOT_NUMERIC = (
-    "Devices hold bools, integers, floats and complex numbers. Encode strings as integers and turn "
-    "lists into padded arrays, or leave these leaves out of the batch."
+    "Devices hold bools, integers, floats of at most 64 bits and complex numbers. Encode strings as integers "
+    "and turn lists into padded arrays, or leave these leaves out of the batch."
 )
 NOT_ARRAYS = (
     "A leaf must be a NumPy or JAX array. Convert it with np.asarray, or register its class with "
@@ -129,9 +129,7 @@ def _is_unbatched(leaf: Any) -> bool:
 def _is_not_numeric(leaf: Any) -> bool:
     if not isinstance(leaf, np.ndarray):
         return isinstance(leaf, (str, bytes))
-    # In NumPy a timedelta64 is a subtype of signed integers.
-    refused = leaf.dtype.kind == "m" or leaf.dtype.name.startswith("float6_")
-    return refused or not is_numeric(leaf.dtype)
+    return not devices_hold(leaf.dtype)
 
 
 def _is_too_large(leaf: Any) -> bool:

@@ -18,7 +18,7 @@ from distribute_jax._checks import is_function
 from distribute_jax._errors import ArgumentError
 from distribute_jax._jax_private import ARRAY, trace_settings
 from distribute_jax._mesh import sharding_over
-from distribute_jax._messages import check_int_range, leaf_text, listed, path_text
+from distribute_jax._messages import check_int_range, devices_hold, leaf_text, listed, path_text
 from distribute_jax._padding import rows_to_joined, uneven_to_joined, with_rows
 from distribute_jax._values import Layout, PerReplica, UnevenPerReplica
 
@@ -266,11 +266,10 @@ def _check_array(array: Any) -> None:
             f"strategy.run got a NumPy masked array, {leaf_text(array.data)}, among its arguments. "
             "JAX has no masked arrays: pass array.filled(0) and np.ma.getmaskarray(array) as two arguments."
         )
-    dtype = array.dtype
-    if dtype.kind in "OSUMm" or dtype.name.startswith("float6_") or dtype.names is not None:
+    if not devices_hold(array.dtype):
         raise ArgumentError(
-            f"strategy.run got {leaf_text(array)} among its arguments. Devices hold bools and numbers: "
-            "encode other values as integers, or bind them with functools.partial."
+            f"strategy.run got {leaf_text(array)} among its arguments. Devices hold bools and numbers "
+            "of at most 64 bits: encode other values as integers, or bind them with functools.partial."
         )
     check_int_range(array, "strategy.run")
 

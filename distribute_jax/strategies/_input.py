@@ -12,7 +12,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from distribute_jax import _context, _frames
-from distribute_jax._errors import ArgumentError, IterationError, UnsupportedError
+from distribute_jax._checks import takes
+from distribute_jax._errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    IterationError,
+    UnsupportedError,
+)
 from distribute_jax._mesh import (
     is_local,
     local_replicas,
@@ -20,10 +26,11 @@ from distribute_jax._mesh import (
     outside_mesh,
     split_sharding,
 )
-from distribute_jax._messages import PyTree, check_int_range, is_key, leaf_text
+from distribute_jax._messages import PyTree, check_int_range, devices_hold, is_key, leaf_text
 from distribute_jax._values import PerReplica, UnevenPerReplica
 from distribute_jax.data import DistributedDataset, InputContext, InputOptions, InputReplicationMode
 from distribute_jax.data._agreement import epoch_ends, worker_of
+from distribute_jax.data._check import MASKED
 from distribute_jax.data._feed import Feed, GlobalBatches, PerReplicaFeed, sources_of
 from distribute_jax.data.sources import find_source
 from distribute_jax.processes import job_of
@@ -167,15 +174,21 @@ def values_from_function(value_fn: Callable[[Any], Any], context: Any, mesh: Mes
     """Calls a function for each replica of this process, and joins the results into per-replica values."""
     method = "strategy.experimental_distribute_values_from_function"
     count = num_replicas(mesh)
+    if not takes(value_fn, None):
+        raise ArgumentTypeError(
+            f"{method} calls {value_fn!r:.60} with a dj.ValueContext. Write def value_fn(context):."
+        )
     # Copies, since the function may fill and return one array for all replicas.
     copied = lambda x: x.copy() if isinstance(x, np.ndarray) else x  # noqa: E731
     nests = [jax.tree.map(copied, value_fn(context(i, count))) for i in local_replicas(mesh)]
     for leaf in jax.tree.leaves(nests):
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise ArgumentError(f"{method}: value_fn returned {leaf_text(leaf)}. {MASKED}")
         # An int that is too large has dtype object too; check_int_range refuses it below.
-        if not is_key(leaf) and not isinstance(leaf, int) and np.asarray(leaf).dtype.kind in "OSU":
+        if not (is_key(leaf) or isinstance(leaf, int) or devices_hold(np.asarray(leaf).dtype)):
             raise ArgumentError(
-                f"{method}: value_fn returned {leaf_text(leaf)}, which is neither array nor number, so no "
-                "device can hold it. Give each replica an index, and look the object up outside."
+                f"{method}: value_fn returned {leaf_text(leaf)}, which no device can hold. Return bools, "
+                "numbers of at most 64 bits, or arrays of them, such as an index of the object."
             )
     structures = list(dict.fromkeys(map(jax.tree.structure, nests)))
     if len(structures) > 1:

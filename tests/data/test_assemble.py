@@ -209,9 +209,10 @@ def test_the_error_for_single_examples_says_how_to_batch(batch: Any):
         (np.array([object()]), "object[1]"),
         (np.array(["2020-01-01"], "M8[D]"), "datetime64[D][1]"),
         (np.zeros(2, [("a", "i4")]), "[2]"),
+        (np.zeros(2, "float128"), "float128[2]"),
         ("text", "str 'text'"),
     ],
-    ids=["strings", "bytes", "objects", "dates", "records", "a string"],
+    ids=["strings", "bytes", "objects", "dates", "records", "long", "a string"],
 )
 def test_leaves_that_devices_cannot_hold_are_named(leaf: Any, shown: str):
     """Strings, objects, dates and records are refused, and the good leaf is not listed."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -21,7 +22,12 @@ CALLS: dict[str, tuple[Call, str]] = {
     "merge args": (lambda s, v: merge(s, args=3), r"merge_call\(merge_fn, args=int 3\): args must be"),
     "gather": (lambda s, v: s.gather(v, axis=None), "gather: axis must be an integer; got None"),
     "devices": (lambda s, v: dj.MirroredStrategy(5.5), r"must be a list, such as.*got 5.5"),
-    "value": (lambda s, v: values(s, lambda _: "a"), "returned str 'a', which is neither array nor number"),
+    "value": (lambda s, v: values(s, lambda _: "a"), "returned str 'a', which no device can hold"),
+    "dates": (lambda s, v: values(s, lambda _: np.array(["2020"], "M8[D]")), r"D\]\[1\], which no device"),
+    "records": (lambda s, v: values(s, lambda _: np.zeros(2, [("a", "f4")])), "which no device can hold"),
+    "masked": (lambda s, v: values(s, lambda _: np.ma.array([1, 2], mask=[0, 1])), "have no mask"),
+    "no context": (lambda s, v: values(s, lambda: 1), "calls .* with a dj.ValueContext"),
+    "long": (lambda s, v: s.run(f, (np.zeros(2, "complex256"),)), r"got complex256\[2\] among its"),
     "model": (lambda s, v: dj.Optimizer(3, optax.sgd(0.1)), "model must be an nnx.Module, .*; got 3"),
     "tx": (lambda s, v: dj.Optimizer(nnx.Param(v[...]), 3), "tx must be an optax transformation"),
     "weights": (lambda s, v: average(jnp.ones(3)), r"weight of shape \(3,\) for losses of shape \(2,\)"),
