@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -377,19 +377,31 @@ def test_the_guard_is_called_at_every_step():
     assert values(next(iterator)) == [[0], [1]]
 
 
-@pytest.mark.parametrize("one", [np.ones((8, 3)), jnp.ones((8, 3)), np.arange(4)])
+class Table:
+    """As a tensor of PyTorch or a table of pandas."""
+
+    shape = (16, 3)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(np.ones(self.shape))
+
+
+@pytest.mark.parametrize("one", [np.ones((8, 3)), jnp.ones((8, 3)), np.arange(4), Table()])
 def test_one_array_is_refused(one: Any):
     """Its rows would become batches."""
     with pytest.raises(ArgumentError, match=r"one array.*single examples.*\[x\]"):
         distribute(one, 2)
-    assert len(list(distribute([one], 2))) == 1
+    assert isinstance(one, Table) or len(list(distribute([one], 2))) == 1
 
 
 def test_a_tuple_of_equally_long_arrays_is_refused():
     """``(x, y)`` would be two batches, x and then y; a list of arrays is a list of batches."""
     x, y = np.ones((16, 8)), jnp.ones((16, 1))
-    with pytest.raises(ArgumentError, match=r"a tuple of 2 arrays with 16 rows each.*from_arrays"):
-        distribute((x, y), 2)
+    for arrays in ((x, y), (Table(), Table())):
+        with pytest.raises(
+            ArgumentError, match=r"tuple of 2 arrays with 16 rows each.*from_arrays"
+        ):
+            distribute(arrays, 2)
     assert len(list(distribute([(x, y)], 2))) == 1
     assert len(list(distribute([x, x], 2))) == 2
     assert len(list(distribute((x, x[:8]), 2))) == 2

@@ -183,6 +183,7 @@ class ArraySource(Source):
     """The batches of ``dj.data.from_arrays``."""
 
     text = "dj.data.from_arrays(…)"
+    batching = "A function of map after batch takes and returns whole batches."
     can_resume = True
 
     def __init__(self, dataset: ArrayDataset, method: str) -> None:

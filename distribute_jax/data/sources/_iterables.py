@@ -31,7 +31,7 @@ def from_iterable(source: Any, method: str) -> Stream:
             f"{method} got a {source!r:.80}, which is distributed already. Pass the dataset or arrays on "
             "the host; distributed values go straight to strategy.run(step, args=batch)."
         )
-    if is_array(source):
+    if _rows(source) is not None or is_array(source):
         raise ArgumentError(
             f"{method} got one array, {leaf_text(source)}, which would be split into single examples. "
             "It takes an iterable of global batches: a list of one, [x], or several, "
@@ -39,7 +39,7 @@ def from_iterable(source: Any, method: str) -> Stream:
         )
     if _is_one_batch(source):
         raise ArgumentError(
-            f"{method} got a tuple of {len(source)} arrays with {len(source[0])} rows each, which would be "
+            f"{method} got a tuple of {len(source)} arrays with {_rows(source[0])} rows each, which would be "
             f"read as {len(source)} batches. To batch corresponding rows pass dj.data.from_arrays((x, "
             "y)).batch(256); if the tuple is one global batch pass a list of it, [(x, y)]; if each array is "
             "a batch pass them in a list, [x, y]."
@@ -134,9 +134,14 @@ def _pass_factory(method: str) -> str:
 
 def _is_one_batch(source: Any) -> bool:
     """True for ``(x, y)``: a tuple of equally long arrays."""
-    if not isinstance(source, tuple) or len(source) < 2:
-        return False
-    return all(is_array(x) and x.ndim > 0 for x in source) and len(set(map(len, source))) == 1
+    rows = set(map(_rows, source)) if isinstance(source, tuple) and len(source) > 1 else {None}
+    return len(rows) == 1 and None not in rows
+
+
+def _rows(source: Any) -> int | None:
+    """Returns the length of dim 0 of an array, tensor or table; None for anything else."""
+    shape: Any = getattr(source, "shape", None)
+    return int(shape[0]) if hasattr(type(shape), "__len__") and len(shape) else None
 
 
 def _is_iterable(source: Any) -> bool:

@@ -165,6 +165,8 @@ def test_distributing_an_unbatched_dataset_is_refused(s2):
     """The message says to batch."""
     with pytest.raises(ValueError, match=r"strategy.distribute_dataset got.*\.batch\(256\)"):
         s2.distribute_dataset(numbers())
+    with pytest.raises(ValueError, match="A function of map after batch takes and returns whole"):
+        next(iter(s2.distribute_dataset(numbers().batch(2).map(np.sum))))
 
 
 def test_distributing_masked_arrays_is_refused(s2):
