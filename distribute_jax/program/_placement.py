@@ -416,7 +416,7 @@ def data_dim(spec: PartitionSpec) -> int | None:
 def variable_paths(
     variables: Sequence[nnx.Variable[Any]], names: Sequence[str], nodes: Iterable[Any]
 ) -> list[Path]:
-    """Returns the path of each variable in the outermost module that holds it, or its name."""
+    """Returns the path of each variable in the outermost module, or ``nnx.State``, that holds it."""
     paths: dict[int, Path] = {}
     seen: set[int] = set()
     for node in nodes:
@@ -425,7 +425,14 @@ def variable_paths(
                 seen.add(id(value))
                 if isinstance(value, nnx.Variable):
                     paths.setdefault(id(value), path)
-    return [paths.get(id(v), (name,)) for v, name in zip(variables, names, strict=True)]
+    return [paths.get(id(v)) or _keys(name) for v, name in zip(variables, names, strict=True)]
+
+
+def _keys(name: str) -> Path:
+    """Returns the keys to a variable that no module holds, below the argument or the captured object."""
+    below = re.sub(r"^(kw)?args\[.*?\]|^\w+", "", name)
+    keys = re.findall(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)", below)
+    return tuple(int(i) if i else key or attribute for key, i, attribute in keys) or (name,)
 
 
 def modules_of(nest: Any) -> dict[Path, Any]:
