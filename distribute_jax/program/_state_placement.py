@@ -22,7 +22,7 @@ from distribute_jax._errors import (
     warn_user,
 )
 from distribute_jax._jax_private import read_raw, uncommitted, write_raw
-from distribute_jax._mesh import num_replicas, outside_mesh, put, sharding_over
+from distribute_jax._mesh import num_replicas, outside_mesh, put
 from distribute_jax._messages import is_donated, leaf_text, listed, path_text
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._binding import Binding, step_lock
@@ -94,7 +94,7 @@ def _warn(
     device = None if parameter_device is None else parameter_device.device
     for name, leaves in moved:
         arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-        if any(sharding_over(array, mesh) for array in arrays):
+        if not all(array.is_fully_replicated for array in arrays):
             sharded.append(name)
         elif device is None or any(array.devices() != {device} for array in arrays):
             outside.append(name)
@@ -155,7 +155,7 @@ _OUTSIDE = """\
 Build the model and the optimizer inside `with strategy.scope():`, so that they are placed at once."""
 
 _SHARDED = """\
-{n} variables were sharded over the replicas, and are now replicated:
+{n} variables were sharded over the devices, and are now replicated:
 {lines}
 This strategy replicates them."""
 

@@ -289,12 +289,14 @@ def test_a_step_without_batched_arguments_runs_under_pmap(strategy: dj.Strategy)
     assert float(total) == 2.0 * strategy.num_replicas_in_sync
 
 
-def test_state_that_was_sharded_over_the_replicas_is_replicated_with_a_warning(
-    s4: dj.MirroredStrategy,
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_state_that_was_sharded_over_the_devices_is_replicated_with_a_warning(
+    s4: dj.MirroredStrategy, shape: tuple[int, ...]
 ):
-    """A mirrored strategy replicates state that was sharded, and warns."""
-    divided = NamedSharding(s4.mesh, PartitionSpec("data"))
+    """A mirrored strategy replicates state that was sharded, also over another mesh, and warns."""
+    mesh = jax.sharding.Mesh(s4.mesh.devices.reshape(shape), ("data", "model")[: len(shape)])
+    divided = NamedSharding(mesh, PartitionSpec("data"))
     variable = nnx.Variable(jax.device_put(jnp.arange(8.0), divided))
-    with pytest.warns(UserWarning, match=r"sharded over the replicas, and are now replicated"):
+    with pytest.warns(UserWarning, match=r"sharded over the devices, and are now replicated"):
         assert float(s4.run(lambda: variable.sum())) == 28.0
     assert variable.get_raw_value().sharding.is_fully_replicated
