@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_306,
-    lines_of_tests: 49_586,
+    lines: 50_313,
+    lines_of_tests: 49_592,
     files: 204,
     pieces: 0,
     private_words: 0,
