@@ -164,7 +164,8 @@ def _as_arrays(method: str, name: str, tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _as_arrays(method, name, part) for key, part in tree.items()}
     tree = on_host(tree, f"{method}: {name}")
-    with converting(f"{method}: {name}", tree, "an array whose dim 0 is the examples"):
+    alone = ", or a dataset, alone, whose batches contain y" if name == "x" else ""
+    with converting(f"{method}: {name}", tree, f"an array whose dim 0 is the examples{alone}"):
         array = tree if isinstance(tree, (np.ndarray, jax.Array)) else np.asarray(tree)
     if array.ndim and array.dtype == object and hasattr(tree, "shape"):
         raise ArgumentError(
@@ -187,8 +188,13 @@ def _check_lengths(method: str, parts: dict[str, Any]) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
     if len(set(lengths.values())) > 1:
-        lines = ", ".join(f"{name} has {n}" for name, n in lengths.items())
-        raise ArgumentError(f"{method} got different numbers of examples in dim 0: {lines}.")
+        firsts = {n: name for name, n in reversed(lengths.items())}
+        lines = ", ".join(f"{name} has {n}" for n, name in reversed(firsts.items()))
+        several = " A list of arrays is several inputs: pass a list of examples as np.stack(x)."
+        several = several if isinstance(parts["x"], tuple) else ""
+        raise ArgumentError(
+            f"{method} got different numbers of examples in dim 0: {lines}.{several}"
+        )
 
 
 def check_placed(module: nnx.Module, strategy: Strategy) -> None:

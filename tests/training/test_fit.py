@@ -370,6 +370,8 @@ def test_invalid_arguments_are_refused(s4: dj.MirroredStrategy):
     cases: list[tuple[Any, str]] = [
         (lambda: fresh.fit(X, Y), "compile"),
         (lambda: model.fit(X, Y[:5]), "x.* has 22.*y.* has 5"),
+        (lambda: model.fit(list(X), list(Y)), r"dim 0: x\[0\] has 3, y has 22. A list of arrays"),
+        (lambda: model.fit(list(batches()), Y), "or a dataset, alone, whose batches contain y; got a"),
         (lambda: model.fit(list(batches()), batch_size=8), "batch_size"),
         (lambda: model.fit(s4.distribute_dataset(batches), Y), "batches hold all"),
         (lambda: model.fit(X, Y, validation_split=1.5), "validation_split"),
