@@ -199,7 +199,13 @@ def _check_lengths(method: str, parts: dict[str, Any]) -> None:
 
 def check_placed(module: nnx.Module, strategy: Strategy) -> None:
     """Raises if arrays of a module are not on the devices where the strategy stores parameters."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(nnx.state(module))):
+    leaves = jax.tree.leaves(nnx.state(module))
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        raise ArgumentError(
+            "dj.Model got a module of shapes, as of nnx.eval_shape, which has no weights. Make them: "
+            "`with strategy.scope(): model = dj.Model(strategy.create(make_module))`."
+        )
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         raise ArgumentError(
             "A dj.Model cannot be made inside strategy.create, or a function that JAX traces. Make "
             "its module there: `with strategy.scope(): model = dj.Model(strategy.create(make_module))`."

@@ -344,6 +344,7 @@ def test_create_refuses_what_cannot_be_traced() -> None:
         ("module", r"make must be a function .*; got Language"),
         ("number", r"make must be a function .*; got one that returns 3"),
         ("model", r"cannot be made inside strategy.create"),
+        ("model of shapes", r"^dj.Model got a module of shapes"),
         ("rngs", r"changes an nnx.Rngs or a module that was made before it"),
     ],
 )
@@ -355,6 +356,7 @@ def test_create_refuses_what_is_not_a_function_that_makes_the_model(
     make: dict[str, Any] = {
         "number": lambda: 3,
         "model": lambda: dj.Model(Block(nnx.Rngs(0))),
+        "model of shapes": lambda: dj.Model(nnx.eval_shape(Language)),
         "rngs": lambda: Block(rngs),
     }
     with pytest.raises(ValueError, match=message):
