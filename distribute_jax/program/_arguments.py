@@ -97,11 +97,17 @@ class Arguments:
 
 
 def flatten_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh, *, divided: Mesh | None = None
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mesh: Mesh,
+    *,
+    divided: Mesh | None = None,
+    more: tuple[type, ...] = (),
 ) -> Arguments:
     """Flattens the arguments and classifies the leaves by what ``run`` does with them.
 
-    Arrays that are sharded over the mesh ``divided`` stay so; others are replicated.
+    Arrays that are sharded over the mesh ``divided`` stay so; others are replicated. ``more`` types count
+    as arrays.
     """
     if not kwargs and all(map(_is_flat, map(type, args))):
         leaves, treedef = list(args), _flat_treedef(len(args))
@@ -125,7 +131,7 @@ def flatten_arguments(
         ]
         kinds, data = ["data"] * len(leaves), leaves
     else:
-        data, kinds, bound, batches = _classify_leaves(leaves, signature, mesh)
+        data, kinds, bound, batches = _classify_leaves(leaves, signature, mesh, more)
     joined = [b for b in batches if b.layout is Layout.JOINED]
     counts = _common_counts(joined, leaves, treedef) if joined else None
     shardings: tuple[NamedSharding | None, ...] = ()
@@ -188,7 +194,7 @@ _aval_type = operator.attrgetter("shape", "dtype", "weak_type")
 
 
 def _classify_leaves(
-    leaves: list[Any], signature: list[Any], mesh: Mesh
+    leaves: list[Any], signature: list[Any], mesh: Mesh, more: tuple[type, ...]
 ) -> tuple[list[Any], list[str], list[Any], list[PerReplica]]:
     """Returns data, kinds, bound leaves and batches, and appends each leaf to the signature."""
     data: list[Any] = []
@@ -203,8 +209,8 @@ def _classify_leaves(
             leaf = leaves[index] = _as_batch(leaf)
             signature.append(_batch_signature(leaf, mesh))
             batches.append(leaf)
-        elif isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-            if not isinstance(leaf, jax.Array):
+        elif isinstance(leaf, (jax.Array, np.ndarray, np.generic, *more)):
+            if not isinstance(leaf, (jax.Array, *more)):
                 _check_array(leaf)
             signature.append(_array_signature(leaf))
         elif isinstance(leaf, _STATIC_TYPES):

@@ -129,7 +129,8 @@ class Runner:
         # The batch may be distributed by another strategy: only its shares matter.
         mesh = next((x.mesh for x in leaves if isinstance(x, PerReplica)), self._mesh)
         with step_lock:
-            arguments = self._flatten_arguments(tuple(args), kwargs or {}, mesh)
+            shapes = (jax.ShapeDtypeStruct,)
+            arguments = self._flatten_arguments(tuple(args), kwargs or {}, mesh, more=shapes)
             return self.cache.plan(unwrap_jit(fn), arguments, options, number)
 
     def programs(self) -> int:

@@ -111,7 +111,8 @@ class ModelMethods:
 
         Args:
             step: the step of one replica, as for :meth:`run`.
-            args: positional arguments. A batch keeps its size for each replica.
+            args: positional arguments. A batch keeps its size for each replica; a ``jax.ShapeDtypeStruct``
+                stands for an array.
             kwargs: keyword arguments, likewise.
             options: how to compile and check.
             replicas: the number of replicas; those of the strategy if None.

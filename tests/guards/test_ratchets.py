@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_325,
-    lines_of_tests: 49_596,
+    lines: 50_335,
+    lines_of_tests: 49_618,
     files: 204,
     pieces: 0,
     private_words: 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -278,6 +279,27 @@ def test_a_model_of_shapes_is_planned() -> None:
     state = strategy.plan(step, (x,), replicas=1024).state_bytes
     assert state["parameters"] == 4 * (2**32 + 2**16) // 1024
     assert isinstance(model.kernel.get_raw_value(), jax.ShapeDtypeStruct)
+
+
+def test_shapes_in_args_are_planned_as_the_arrays_that_they_stand_for(
+    s4: dj.MirroredStrategy,
+) -> None:
+    """As a TrainState from jax.eval_shape."""
+
+    def make() -> dict[str, Any]:
+        return {"w": jnp.ones((3, 2)), "count": jnp.int32(0)}
+
+    def step(state: dict[str, Any], x: jax.Array) -> dict[str, Any]:
+        loss = lambda w: dj.compute_average_loss((x @ w).sum(-1))  # noqa: E731
+        grads = dj.get_replica_context().all_reduce("sum", jax.grad(loss)(state["w"]))
+        return {"w": state["w"] - grads, "count": state["count"] + 1}
+
+    (x,) = s4.distribute_dataset([np.ones((8, 3), np.float32)])
+    shapes, arrays = (
+        s4.plan(step, (state, x), replicas=64) for state in (jax.eval_shape(make), make())
+    )
+    assert replace(shapes, seconds={}) == replace(arrays, seconds={})
+    assert shapes.argument_bytes == 4 * (3 * 2 + 1) + 4 * 2 * 3
 
 
 @pytest.mark.exhaustive
