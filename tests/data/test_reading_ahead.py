@@ -105,23 +105,6 @@ def test_user_code_runs_in_one_thread(
     assert readers == ["distribute_jax prefetch"] * 10
 
 
-@pytest.mark.parametrize(("slow", "threads"), [(0, [0, 0, 0, 0]), (1, [0, 0, 1, 1])])
-def test_a_slow_first_element_does_not_start_the_thread_and_a_slow_later_one_does(
-    slow: int, threads: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first one starts the source and compiles the transfer, and later ones do not."""
-    monkeypatch.setattr(_prefetch, "_MAX_DELAY", 0.1)
-
-    def elements() -> Any:
-        for i in range(4):
-            time.sleep(0.3 * (i == slow))
-            yield int(threading.current_thread().name == "distribute_jax prefetch")
-
-    stalls = _prefetch.InputStallMonitor()
-    read = list(_prefetch.Prefetcher(elements(), 2, stalls, can_change_thread=True))
-    assert read == threads
-
-
 def test_leaving_a_loop_over_a_dataset_ends_its_thread(s2: dj.MirroredStrategy) -> None:
     """By break, by an exception of the source, and by restoring a state."""
     closed: list[int] = []
