@@ -28,7 +28,12 @@ from distribute_jax.program._binding import (
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._capture import Captures, captures
 from distribute_jax.program._failures import Notices
-from distribute_jax.program._options import UNVERIFIED, RunOptions, default_run_options
+from distribute_jax.program._options import (
+    UNVERIFIED,
+    RunOptions,
+    default_run_options,
+    library_options,
+)
 from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import Program, build, preparing
 from distribute_jax.program._state_placement import divide_state, place_state
@@ -158,7 +163,9 @@ class ProgramCache:
                 check_leaked_tracers(binding)
             if num_replicas(self._replicas.mesh) > 1:
                 # The library's own steps draw random numbers on each replica by design.
-                self._notices.log(binding, program, expects_random=request.options is UNVERIFIED)
+                self._notices.log(
+                    binding, program, expects_random=request.options is library_options()
+                )
             if binding.reaches_same(before.variables, captured):
                 key = (binding.key, placement, *lookup_key[1:])
                 self._add(key, program)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast, get_args
 
 from distribute_jax._checks import check_choice, refuse
@@ -72,9 +72,17 @@ def default_run_options() -> RunOptions:
 
 
 def library_options() -> RunOptions:
-    """Returns the options of the library's own steps, which are compared only if the environment says so."""
+    """Returns the options of the library's own steps, an object by which they are recognised.
+
+    They are compared with one device only if the environment says so.
+    """
     default = default_run_options()
-    return UNVERIFIED if default.verify in ("auto", "off") else default
+    return UNVERIFIED if default.verify in ("auto", "off") else _copy_of(default)
+
+
+@functools.cache
+def _copy_of(options: RunOptions) -> RunOptions:
+    return replace(options)
 
 
 def checked_run_options(options: RunOptions | None) -> RunOptions:

@@ -102,6 +102,8 @@ class PaddingCheck:
 
     unproved: str
     """Why the step is not proved to ignore padding; empty if it is."""
+    is_certain: bool = False
+    """Whether padding certainly reaches a result: a batch with padding is refused."""
     batches: int = 0
     """Partial batches so far."""
     longer: Program | None = None
@@ -129,7 +131,9 @@ def run_checked_for_leaks(
     # Statistics are not updated from shares of different lengths.
     if len(set(counts)) > 1 and (lines := _written_batch_norms(entry)):
         raise PaddingLeakError(_UNEVEN.format(counts=list(counts), lines=listed(lines)))
-    check = program.padding = program.padding or _proof(call, entry)
+    if program.padding is None or program.padding.is_certain:
+        program.padding = _proof(call, entry)
+    check: PaddingCheck = program.padding
     if not check.is_due():
         return entry.execute(flat)
     # JAX leaves out operations for a single row, so the reason would not be one of the step.
@@ -155,7 +159,7 @@ def is_proved(call: Call, entry: BoundProgram) -> bool:
         try:
             entry.program.padding = _proof(call, entry)
         except PaddingLeakError as error:
-            entry.program.padding = PaddingCheck(error_text(error))
+            entry.program.padding = PaddingCheck(error_text(error), is_certain=True)
     return not entry.program.padding.unproved
 
 

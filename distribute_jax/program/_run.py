@@ -24,7 +24,12 @@ from distribute_jax.program._call import BoundProgram, OutdatedError
 from distribute_jax.program._capture import captures, unwrap_jit
 from distribute_jax.program._failures import naming_step, step_failure
 from distribute_jax.program._multi_step import can_scan, run_scanned, stacked_results, take_batches
-from distribute_jax.program._options import UNVERIFIED, RunOptions, checked_run_options
+from distribute_jax.program._options import (
+    UNVERIFIED,
+    RunOptions,
+    checked_run_options,
+    library_options,
+)
 from distribute_jax.program._padding_check import is_proved, run_checked_for_leaks
 from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import Program, preparing
@@ -155,12 +160,12 @@ class Runner:
 
     def _execute(self, request: Request, entry: BoundProgram) -> Any:
         arguments = request.arguments
-        if request.options.verify not in entry.program.verified:
-            self._verify(request, entry)
         if arguments.counts is not None and self._needs_full_batch(request, entry):
             args, kwargs = full_batch(arguments)
             full = self._flatten_arguments(args, kwargs, self._mesh)
             return self._run(Request(request.fn, full, request.options))
+        if request.options.verify not in entry.program.verified:
+            self._verify(request, entry)
         flat = entry.flat_inputs(request.roots, arguments)
         note_call(entry, flat, arguments.data, self._mesh)
         if arguments.counts is not None:
@@ -239,7 +244,7 @@ class Runner:
         That is a batch norm's in ``fit``. It is possible if all replicas have equally many examples, as one
         replica always has, and compiles the step for that number.
         """
-        if request.options is not UNVERIFIED or len(set(request.arguments.counts or ())) > 1:
+        if request.options is not library_options() or len(set(request.arguments.counts or ())) > 1:
             return False
         with self._proving(request, entry):
             return not is_proved(self.cache.call(request, entry.binding), entry)

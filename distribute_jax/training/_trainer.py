@@ -237,7 +237,9 @@ class Trainer:
         """Runs one dispatch; with ``compile(verify="first")`` the first of its kind is verified."""
         # A user's step is verified as in the user's own loop.
         of_user, is_first = self.overrides(kind), kind not in self._verified
-        options = None if of_user and self.setup.verify != "off" else library_options()
+        options: RunOptions | None = library_options()
+        if of_user:
+            options = _NEVER_COMPARED if self.setup.verify == "off" else None
         is_requested = self.setup.verify == "first"
         if is_requested and is_first:
             options = RunOptions(verify="first")
@@ -300,6 +302,8 @@ def _draining(strategy: Strategy) -> Iterator[None]:
         raise
     strategy._sync_state()
 
+
+_NEVER_COMPARED = RunOptions(verify="off")
 
 _NOT_REPRODUCIBLE = """\
 The gradients of one batch were computed {times} times from the same state, and their bits differ:

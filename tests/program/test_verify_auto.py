@@ -522,3 +522,17 @@ def test_a_mean_that_an_evaluation_reports_is_logged(
     model.compile("sgd", "mse")
     model.evaluate(np.ones((4, 1), np.float32), verbose=0)
     assert "test_step returned result['size'], a mean" in caplog.text
+
+
+def test_fit_is_compared_without_the_padding_that_a_batch_norm_does_not_need(
+    s4: dj.Strategy, monkeypatch: pytest.MonkeyPatch
+):
+    """The last 4 rows divide over four replicas; with padding they would not be those of one device."""
+    monkeypatch.setenv("DISTRIBUTE_JAX_VERIFY", "always")
+    with s4.scope():
+        model = dj.Model(nnx.BatchNorm(1, axis_name="data", rngs=nnx.Rngs(0)))
+    model.compile("sgd", "mse")
+    x, plain = np.arange(12.0, dtype=np.float32)[:, None], nnx.BatchNorm(1, rngs=nnx.Rngs(0))
+    model.fit(x, x, batch_size=8, shuffle=False, verbose=0)
+    plain(x[:8]), plain(x[8:])
+    np.testing.assert_allclose(model.module.mean[...], plain.mean[...], rtol=1e-5)

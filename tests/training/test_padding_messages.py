@@ -53,6 +53,30 @@ def test_a_metric_without_a_mask_is_named_with_its_remedy(s4: dj.Strategy, calle
     assert 'partial="drop"' in text
 
 
+def test_a_metric_that_counts_padding_is_refused_after_a_batch_that_needed_none(s4: dj.Strategy):
+    """12 rows divide over four replicas, without padding; 14 do not, and the proof is kept."""
+    model = make_model(s4, Sum())
+    logs = model.evaluate(X[:12], X[:12], batch_size=8, return_dict=True, verbose=0)
+    assert logs["sum"] == pytest.approx(model.predict(X[:12], verbose=0).sum(), rel=1e-5)
+    with pytest.raises(dj.PaddingLeakError, match="reaches what the step computes"):
+        model.evaluate(X, X, batch_size=8, verbose=0)
+
+
+class OfShares(dj.Model):
+    def train_step(self, batch: Any) -> Any:
+        return {"mean": dj.get_replica_context().all_reduce("mean", batch[0].mean())}
+
+
+@pytest.mark.parametrize("verify", ["off", None])
+def test_a_step_of_the_user_must_exclude_the_padding_itself(s4: dj.Strategy, verify: str | None):
+    """It would be refused for other numbers of rows, so it is for those that divide too."""
+    with s4.scope():
+        model = OfShares(linear(1)())
+    model.compile("sgd", "mse", verify=verify)
+    with pytest.raises(dj.PaddingLeakError, match="reaches what the step computes"):
+        model.fit(X[:12], X[:12], batch_size=8, verbose=0)
+
+
 @pytest.mark.exhaustive
 def test_the_remedies_give_the_numbers_of_the_real_examples(strategy: dj.Strategy):
     model = make_model(strategy, dj.metrics.Welford("y_pred"), MaskedSum())
