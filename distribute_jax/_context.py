@@ -26,14 +26,17 @@ _step_threads: set[int] = set()
 _state_holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def require_method(strategy: Any, method: str) -> None:
+def require_method(strategy: Any, method: str, *, starts_program: bool = False) -> None:
     """Raises if a cross-replica method of a strategy must not be called here."""
     top = _frames.entered()  # read once: every call of run comes here
     if top is not None and (top.replica is not None or top.strategy is not strategy):
         require_cross_replica(method)
         require_unmixed(strategy)
-    require_loop_thread(method)
+    if _thread.refusal:
+        require_loop_thread(method)
     if not at_top_level() or in_tf_function():
+        if starts_program:
+            require_outside_step(method)
         require_untraced(method)
 
 

@@ -195,6 +195,24 @@ def last_settings() -> tuple[Any, ...]:
 ARRAY: Any = importlib.import_module("jax._src.array").ArrayImpl
 """The type of arrays, excluding tracers and random keys; ``isinstance(x, jax.Array)`` takes 1 µs."""
 
+UNNOTED: Any = object()
+
+
+def note_all(arrays: Iterable[jax.Array], name: str, note: Any) -> None:
+    """Notes something about arrays for as long as they live, in an attribute of theirs.
+
+    JAX promises none. A table of weak references, since arrays have no hash, took a tenth of a call of
+    ``run``.
+    """
+    for array in arrays:
+        setattr(array, name, note)
+
+
+def note_on(value: Any, name: str) -> Any:
+    """Returns the note about an array, or ``UNNOTED``."""
+    return getattr(value, name, UNNOTED) if isinstance(value, jax.Array) else UNNOTED
+
+
 _JITTED = type(jax.jit(lambda: None))
 
 

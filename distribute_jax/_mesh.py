@@ -164,12 +164,16 @@ def sharding_over(value: Any, mesh: Mesh) -> NamedSharding | None:
     return NamedSharding(mesh, sharding.spec) if same else None
 
 
-@contextmanager
-def outside_mesh() -> Iterator[None]:
-    """Enters a context without a mesh, with ``explicit_transfers``, for computations of the library.
+def outside_mesh() -> AbstractContextManager[None]:
+    """Returns a context without a mesh, with ``explicit_transfers``, for computations of the library.
 
     Inside ``scope()``, JAX refuses to compute on a single shard.
     """
+    return explicit_transfers() if jax.sharding.get_abstract_mesh().empty else _without_mesh()
+
+
+@contextmanager
+def _without_mesh() -> Iterator[None]:
     with jax.set_mesh(cast("Any", None)), explicit_transfers():
         yield
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import enum
 import sys
-import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
@@ -24,7 +22,14 @@ from distribute_jax._errors import (
     PerReplicaTypeError,
     StepFailedError,
 )
-from distribute_jax._jax_private import ARRAY, at_top_level, uncommitted
+from distribute_jax._jax_private import (
+    ARRAY,
+    UNNOTED,
+    at_top_level,
+    note_all,
+    note_on,
+    uncommitted,
+)
 from distribute_jax._mesh import cores_per_replica, num_replicas, outside_mesh, replicas_per_device
 from distribute_jax._messages import error_text, is_donated, is_key, leaf_text, on_bits
 
@@ -278,39 +283,13 @@ def copied_here(array: jax.Array) -> jax.Array:
         return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
-class ArrayNotes:
-    """A weak dict of arrays, by identity since they are not hashable, to notes."""
-
-    def __init__(self) -> None:
-        self._notes: dict[int, tuple[weakref.ref[Any], Any]] = {}
-        self._cleanup_size = 1024
-
-    def add(self, arrays: Iterable[jax.Array], note: Any = None) -> None:
-        """Sets the note of several arrays."""
-        self._notes.update((id(array), (weakref.ref(array), note)) for array in arrays)
-        if len(self._notes) > self._cleanup_size:
-            for key, (ref, _) in list(self._notes.items()):
-                if ref() is None:
-                    self._notes.pop(key, None)
-            self._cleanup_size = max(1024, 2 * len(self._notes))
-
-    def __contains__(self, array: object) -> bool:
-        entry = self._notes.get(id(array))
-        return entry is not None and entry[0]() is array
-
-    def note(self, array: Any) -> Any:
-        """Returns the note of an array that is contained."""
-        return self._notes[id(array)][1]
-
-
-_mirrored = ArrayNotes()
-_pending: deque[tuple[list[weakref.ref[jax.Array]], str | None]] = deque()
-_MAX_PENDING = 64
+_STEP = "_distribute_jax_step"
+"""The note of the step that proved an array mirrored."""
 
 
 class _MirroredType(type):
     def __instancecheck__(cls, value: object) -> bool:
-        return value in _mirrored_arrays()
+        return note_on(value, _STEP) is not UNNOTED
 
 
 class Mirrored(metaclass=_MirroredType):
@@ -325,24 +304,13 @@ class Mirrored(metaclass=_MirroredType):
 
 def mark_mirrored(array: jax.Array, step: str | None) -> jax.Array:
     """Records, for the lifetime of the array, that a step proved it equal on all replicas."""
-    mark_all_mirrored([array], step)
+    note_all([array], _STEP, step)
     return array
 
 
-def mark_all_mirrored(arrays: Sequence[jax.Array], step: str | None) -> None:
-    """Records it for several arrays; they are only queued, since most die before anybody asks."""
-    _pending.append((list(map(weakref.ref, arrays)), step))
-    if len(_pending) > _MAX_PENDING:
-        _mirrored_arrays()
-
-
-def _mirrored_arrays() -> ArrayNotes:
-    """Returns the arrays known to be mirrored, with the names of their steps."""
-    for _ in range(len(_pending)):
-        with suppress(IndexError):  # another thread was first
-            refs, step = _pending.popleft()
-            _mirrored.add([array for ref in refs if (array := ref()) is not None], step)
-    return _mirrored
+def mark_all_mirrored(arrays: Iterable[jax.Array], step: str) -> None:
+    """Records it for several arrays."""
+    note_all(arrays, _STEP, step)
 
 
 @contextmanager
@@ -371,6 +339,5 @@ def reading(value: Any) -> Iterator[None]:
 
 def step_of(value: Any) -> str | None:
     """Returns the name of the step that returned a value, if it is known."""
-    if isinstance(value, Mirrored):
-        return _mirrored.note(value)
-    return getattr(value, "step", None)
+    step = note_on(value, _STEP)
+    return getattr(value, "step", None) if step is UNNOTED else step

@@ -305,6 +305,20 @@ def test_array_is_the_type_of_arrays_but_not_of_tracers_or_keys() -> None:
         jax.jit(lambda x: None if type(x) is not _jax_private.ARRAY else 1 / 0)(1.0)
 
 
+def test_note_all_notes_on_arrays_and_random_keys() -> None:
+    arrays = [jnp.ones(2), jax.random.key(0)]
+    with naming_versions("note_all", "JAX"):
+        _jax_private.note_all(arrays, "_test_note", "text")
+    assert [_jax_private.note_on(array, "_test_note") for array in arrays] == ["text", "text"]
+
+
+def test_note_on_a_copy_or_a_variable_finds_no_note() -> None:
+    array = jnp.ones(2)
+    _jax_private.note_all([array], "_test_note", "text")
+    for other in (jnp.copy(array), jnp.zeros_like(array), nnx.Variable(array), 2.0):
+        assert _jax_private.note_on(other, "_test_note") is _jax_private.UNNOTED
+
+
 def test_is_high_is_true_of_hi_primitives() -> None:
     numbers = jnp.arange(4.0)
     with naming_versions("is_high", "JAX"):

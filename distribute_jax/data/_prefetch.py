@@ -40,6 +40,9 @@ _HANDOVER_SECONDS = 0.0003
 _MAX_DELAY = 0.002
 """Seconds beyond ``_HANDOVER_SECONDS``, of all elements together, after which the thread starts."""
 
+_MAX_DELAY_OF_ONE = 0.6 * _MAX_DELAY
+"""What one element counts at most: one pause of the process, as of a garbage collection, starts no thread."""
+
 _log = logging.getLogger("distribute_jax")
 
 
@@ -82,7 +85,8 @@ class Prefetcher(Iterator[Any]):
                 raise
             elapsed = time.perf_counter() - start
             # Not of the first element, whose time includes starting the source and compiling.
-            self._delay = max(0.0, self._delay + elapsed - _HANDOVER_SECONDS)
+            delay = min(elapsed - _HANDOVER_SECONDS, _MAX_DELAY_OF_ONE)
+            self._delay = max(0.0, self._delay + delay)
             if self._delay > _MAX_DELAY:
                 self._start()
             return element

@@ -22,6 +22,7 @@ from distribute_jax.processes._liveness import describe_processes as describe_pr
 from distribute_jax.processes._status import (
     COMPILING as COMPILING,
     RESTORING as RESTORING,
+    calling as calling,
     doing as doing,
     report_step as report_step,
     stepped as stepped,

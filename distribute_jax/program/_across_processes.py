@@ -25,11 +25,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from distribute_jax._errors import ProcessesDifferError, warn_user
-from distribute_jax._jax_private import read_raw, write_raw
+from distribute_jax._jax_private import UNNOTED, note_all, note_on, read_raw, write_raw
 from distribute_jax._mesh import mirrored_sharding, put
 from distribute_jax._messages import is_key
 from distribute_jax._supervision import xla_flags
-from distribute_jax._values import ArrayNotes, PerReplica
+from distribute_jax._values import PerReplica
 from distribute_jax.processes import Job, is_chief, job_of
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments
@@ -134,8 +134,8 @@ _MAX_ALWAYS_COMPARED_BYTES = 1 << 12
 
 _MAX_NAMED = 8
 
-_step_outputs = ArrayNotes()
-"""Arrays that steps returned, which need no comparison."""
+_OUTPUT = "_distribute_jax_output"
+"""The note of an array that a step returned, which needs no comparison."""
 
 
 class CallLog:
@@ -183,7 +183,9 @@ class CallLog:
     def _written_by_user(self, flat: Sequence[Any]) -> list[str]:
         """Describes the state that is not the output of a step."""
         new = [
-            i for i in self._compared if flat[i] not in _step_outputs and _is_complete_here(flat[i])
+            i
+            for i in self._compared
+            if note_on(flat[i], _OUTPUT) is UNNOTED and _is_complete_here(flat[i])
         ]
         small = [i for i in new if getattr(flat[i], "nbytes", 0) <= _MAX_ALWAYS_COMPARED_BYTES]
         if len(small) < len(new):
@@ -207,7 +209,7 @@ def note_outputs(entry: BoundProgram, results: Sequence[Any], mesh: Mesh) -> Non
     if not job_of(mesh).is_alone:
         # A Python number that the user stored in a variable is compared each time.
         arrays = (x for x in (*entry.last_state, *results) if isinstance(x, jax.Array))
-        _step_outputs.add(arrays)
+        note_all(arrays, _OUTPUT, True)
 
 
 def _is_complete_here(value: Any) -> bool:

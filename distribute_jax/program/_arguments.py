@@ -174,7 +174,7 @@ class RepeatedArguments:
 
     def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """Returns the arrays of a call that has the same signature; None for any other call."""
-        leaves, treedef = jax.tree.flatten((args, kwargs))
+        leaves, treedef = _flatten((args, kwargs), None)
         if (
             treedef != self._treedef
             or not self._array_types.issuperset(map(type, leaves))
@@ -182,13 +182,14 @@ class RepeatedArguments:
         ):
             return None
         avals = list(map(_aval, leaves))
-        if not all(map(operator.is_, avals, self._avals)):
-            if list(map(_aval_type, avals)) != self._types:
-                return None
-            self._avals = avals
+        # Lists compare identical items in C.
+        if avals != self._avals and list(map(_aval_type, avals)) != self._types:
+            return None
+        self._avals = avals
         return leaves
 
 
+_flatten = jax.tree_util.default_registry.flatten
 _aval = operator.attrgetter("aval")
 _aval_type = operator.attrgetter("shape", "dtype", "weak_type")
 

@@ -32,7 +32,7 @@ from distribute_jax._jax_private import (
 from distribute_jax._mesh import program_input, put
 from distribute_jax._messages import error_text, is_donated, is_key, listed
 from distribute_jax._values import PerReplica, copied_here, mark_all_mirrored
-from distribute_jax.processes import doing
+from distribute_jax.processes import calling
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding, Contents
 from distribute_jax.program._failures import is_runtime_failure, non_finite_kind, step_failure
@@ -84,7 +84,9 @@ class BoundProgram:
         self._some_mirrored = any(program.plan.mirrored)
         arrays = range(len(program.plan.mirrored))
         self._plain_results = program.results.leaves == tuple(("array", k) for k in arrays)
+        self._unflatten = program.results.treedef.unflatten
         self._crashes_on_deleted = deleted_arrays_crash(program.mesh.size)
+        self._runs_on_deleted = jax.__version_info__ < (0, 12)
         _alive.add(self)
 
     def current_state(self) -> list[Any]:
@@ -131,7 +133,8 @@ class BoundProgram:
         # Another step, or the user's jit, may have donated the arrays of the last call.
         alive = not self._crashes_on_deleted or _all_alive(self.last_state)
         first = state if unchanged and alive else 0
-        if not _all_alive(flat[first:]):
+        # Without donation JAX 0.12 refuses a deleted array itself, before the program runs.
+        if (donated or self._runs_on_deleted) and not _all_alive(flat[first:]):
             self.check_readable(flat, first)
         if not unchanged:
             self.last_state = []
@@ -146,8 +149,8 @@ class BoundProgram:
             # The outputs of the last call do not share memory; anything else may.
             flat = copy_shared(flat, donated)
         try:
-            with doing(f"running {self.step}"):
-                return self._take_token(self._dispatch(compiled, flat, unchanged))
+            phase = f"running {self.step}"
+            return self._take_token(calling(self._dispatch, compiled, flat, unchanged, phase=phase))
         except Exception as error:
             return self._take_token(self._retry(compiled, flat, error))
 
@@ -221,6 +224,8 @@ class BoundProgram:
 
     def store(self, outs: list[Any]) -> list[Any]:
         """Writes the new state into the variables and returns the arrays of the result."""
+        if not self.inputs:
+            return outs
         self._is_storing, state = True, self.state_size
         self.last_state, self._read_only_state = [*outs[:state], *self._read_only_state], []
         if self.program.simple:
@@ -246,7 +251,7 @@ class BoundProgram:
                 for array, same, part in zip(arrays, mirrored, program.plan.parts, strict=True)
             ]
         if self._plain_results:
-            return jax.tree.unflatten(program.results.treedef, arrays)
+            return self._unflatten(arrays)
         return rebuild(program.results, arrays, self.binding)
 
     def _store_nests(self, leaves: list[Any]) -> None:

@@ -87,6 +87,8 @@ def _copy_of(options: RunOptions) -> RunOptions:
 
 def checked_run_options(options: RunOptions | None) -> RunOptions:
     """Returns the options of a call; for None the default, which is always the identical object."""
-    if not isinstance(options, RunOptions | None):
+    if options is None:
+        return default_run_options()
+    if not isinstance(options, RunOptions):
         refuse("strategy.run: options", "None or dj.RunOptions(...)", options)
-    return default_run_options() if options is None else options
+    return options

@@ -200,8 +200,11 @@ class IdentityGuard:
             (not self._variables or metadata_entries(self._variables) == self._metadata)
             and (not self._tables or list(map(len, self._tables)) == self._sizes)
             and (not self._bytes or all(read() == old for read, old in self._bytes))
-            and all(getattr(v.get_raw_value(), "weak_type", False) for v in self.weakly_typed)
+            and (not self.weakly_typed or self._are_weakly_typed())
         )
+
+    def _are_weakly_typed(self) -> bool:
+        return all(getattr(v.get_raw_value(), "weak_type", False) for v in self.weakly_typed)
 
     def clear(self) -> None:
         self.__init__()  # type: ignore[misc]

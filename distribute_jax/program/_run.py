@@ -14,7 +14,7 @@ from distribute_jax._errors import ArgumentError, StepsSkippedError
 from distribute_jax._mesh import explicit_transfers
 from distribute_jax._messages import StepFunction
 from distribute_jax._values import PerReplica
-from distribute_jax.processes import doing, stepped
+from distribute_jax.processes import calling, stepped
 from distribute_jax.program._across_processes import note_call, note_outputs
 from distribute_jax.program._ahead_of_time import StepPlan
 from distribute_jax.program._arguments import Arguments, check_call, flatten_arguments, full_batch
@@ -208,8 +208,7 @@ class Runner:
             token = next((x for x in flat if isinstance(x, jax.Array)), None)
         if token is not None and not token.is_deleted():
             try:
-                with doing(f"waiting for {step}"):
-                    token.block_until_ready()
+                calling(token.block_until_ready, phase=f"waiting for {step}")
             except jax.errors.JaxRuntimeError as error:
                 self._in_flight.clear()
                 raise step_failure(step, program, error, lost=True) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, cast, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import jax
 from flax import nnx
@@ -221,7 +221,7 @@ class Strategy(InputMethods, ModelMethods, V1Methods):
         """
         self._enter_program("strategy.run")
         _context.record_step_thread()
-        return self._runner(fn, args, cast("Any", kwargs), options)
+        return self._runner(fn, args, kwargs, options)
 
     @final
     def run_steps(
@@ -453,11 +453,10 @@ class Strategy(InputMethods, ModelMethods, V1Methods):
 
     def _enter_program(self, name: str) -> None:
         """Checks the context of a method that starts a program or makes data."""
-        _context.require_outside_step(name)
-        self._enter_method(name)
+        self._enter_method(name, starts_program=True)
 
-    def _enter_method(self, name: str) -> None:
-        _context.require_method(self, name)
+    def _enter_method(self, name: str, *, starts_program: bool = False) -> None:
+        _context.require_method(self, name, starts_program=starts_program)
         config: Any = jax.config
         if config.jax_disable_jit:
             raise ContextError(

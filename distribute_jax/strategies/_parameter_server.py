@@ -228,10 +228,10 @@ class ParameterServerStrategy(Strategy):
         if not (in_closure() and name == "strategy.run"):
             super()._enter_program(name)
 
-    def _enter_method(self, name: str) -> None:
+    def _enter_method(self, name: str, *, starts_program: bool = False) -> None:
         # A scheduled function may combine what ``run`` returned, if it runs all of it.
         if not in_closure() or self.num_replicas_in_sync > 1:
-            super()._enter_method(name)
+            super()._enter_method(name, starts_program=starts_program)
 
 
 def _checked_cluster(name: str, resolver: ClusterResolver) -> ClusterSpec:

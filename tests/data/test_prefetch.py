@@ -127,6 +127,25 @@ def test_quick_elements_stay_in_the_thread_of_the_loop(
     assert all_ended()
 
 
+def test_one_pause_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause of the process looks like a slow element; a slow source has a second one."""
+    monkeypatch.setattr(_prefetch, "_MAX_DELAY", 0.2)
+    monkeypatch.setattr(_prefetch, "_MAX_DELAY_OF_ONE", 0.12)
+
+    def threads(*slow: int) -> set[str]:
+        def source() -> Iterator[str]:
+            for i in range(8):
+                time.sleep(0.3 * (i in slow))
+                yield threading.current_thread().name
+
+        return set(Prefetcher(source(), 2, InputStallMonitor(), can_change_thread=True))
+
+    mine, other = threading.current_thread().name, "distribute_jax prefetch"
+    assert threads(3) == {mine}
+    assert threads(3, 4) == {mine, other}
+    assert all_ended()
+
+
 PROGRAM = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for jobs in the background
