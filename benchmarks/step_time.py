@@ -86,7 +86,7 @@ def measure(options: Options) -> Log:
     """Answers both questions for every case."""
     log = Log()
     log.start()
-    for name in options.functional:  # first, since what larger programs leave behind would slow them
+    for name in options.functional:  # first: what larger programs leave behind would slow them
         log.add("functional", program=name, **_functional(name, options))
     for work, replicas in there(options.cases, lambda case: case[1]):
         case = {"workload": work.name, "replicas": replicas, "variables": work.variables()}
