@@ -72,9 +72,7 @@ class Runner:
         """Returns a runner with the same replicas for another strategy."""
         return Runner(strategy, self._replicas, self.steps_in_flight)
 
-    def __call__(
-        self, fn: StepFunction, args: Any, kwargs: dict[str, Any] | None, options: RunOptions | None
-    ) -> Any:
+    def __call__(self, fn: StepFunction, args: Any, kwargs: Any, options: RunOptions | None) -> Any:
         """Runs a step once on each replica."""
         if type(args) is not tuple or kwargs is not None:
             check_call(args, kwargs)
