@@ -124,6 +124,22 @@ def with_rows(value: PerReplica, rows: Sequence[int], counts: tuple[int, ...] | 
     return PerReplica(array, value.mesh, layout=Layout.JOINED, counts=counts)
 
 
+def with_all_rows(value: PerReplica) -> PerReplica:
+    """Returns a batch whose padding is, on each replica, all real rows of the others."""
+    counts = value.counts or ()
+    real = np.flatnonzero(is_real(counts, value.part_shape[0]))
+    real = real.repeat(2) if len(real) == 1 else real  # of one row JAX traces another program
+    own_first = [np.roll(real, -start) for start in np.cumsum(counts) - counts]
+    with outside_mesh():
+        array = wait_on_cpu(_taker(value.mesh)(value.global_array, np.concatenate(own_first)))
+    return PerReplica(array, value.mesh, layout=Layout.JOINED, counts=counts)
+
+
+@functools.lru_cache(maxsize=16)
+def _taker(mesh: Mesh) -> Callable[[jax.Array, Any], jax.Array]:
+    return jax.jit(lambda array, rows: array[rows], out_shardings=split_sharding(mesh))
+
+
 @functools.lru_cache(maxsize=16)
 def _selector(mesh: Mesh) -> Callable[[jax.Array, Any], jax.Array]:
     def select(array: jax.Array, rows: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from distribute_jax._errors import ArgumentError
 from distribute_jax._jax_private import ARRAY, trace_settings
 from distribute_jax._mesh import sharding_over
 from distribute_jax._messages import check_int_range, devices_hold, leaf_text, listed, path_text
-from distribute_jax._padding import rows_to_joined, uneven_to_joined, with_rows
+from distribute_jax._padding import rows_to_joined, uneven_to_joined, with_all_rows, with_rows
 from distribute_jax._values import Layout, PerReplica, UnevenPerReplica
 
 _STATIC_TYPES = (bool, str, bytes, enum.Enum, np.dtype, type)
@@ -70,6 +70,8 @@ class Arguments:
     """True if a distributed batch is among the arguments."""
     batches: int
     """The number of leaves that are ``PerReplica``s."""
+    has_all_rows: bool = False
+    """True if the padding of each replica is the real examples of the others, which the step may use."""
     shardings: tuple[NamedSharding | None, ...] = ()
     """How each of ``data`` is sharded in the program; empty if none is."""
 
@@ -139,15 +141,20 @@ def flatten_arguments(
         signature += shardings
     return Arguments(
         treedef, tuple(signature), data, kinds, leaves, bound, counts, bool(joined), len(batches),
-        shardings,
+        shardings=shardings,
     )  # fmt: skip
 
 
 def full_batch(arguments: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns ``(args, kwargs)`` without padding, of which all replicas have equally much."""
-    real = range((arguments.counts or (0,))[0])
+    """Returns ``(args, kwargs)`` without padding; each replica has all rows if shares differ in length."""
+    counts = arguments.counts or (0,)
+
+    def full(batch: PerReplica) -> PerReplica:
+        is_even = len(set(counts)) == 1
+        return with_rows(batch, range(counts[0]), None) if is_even else with_all_rows(batch)
+
     leaves = [
-        with_rows(leaf, real, None) if isinstance(leaf, PerReplica) and leaf.counts else leaf
+        full(leaf) if isinstance(leaf, PerReplica) and leaf.counts else leaf
         for leaf in arguments.leaves
     ]
     args, kwargs = jax.tree.unflatten(arguments.treedef, leaves)

@@ -34,7 +34,7 @@ from distribute_jax.program._compare import (
     on_host,
     real_rows,
 )
-from distribute_jax.program._jaxprs import RANDOM, equations
+from distribute_jax.program._jaxprs import RANDOM, equations, needed_only
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._padding_proof import padding_leaks
 from distribute_jax.program._placement import Replicas
@@ -93,6 +93,12 @@ _RUNNING = (
     "with other padding now and at the 2nd, 4th, 8th, ... partial batch, which compiles it once more."
 )
 
+_ALL_ROWS = (
+    "%s trains a batch norm on a batch of %s examples, which %s replicas cannot share equally: each computes "
+    "on the whole batch. That is exact, in the time and memory of one device. With a batch size that divides "
+    "by the number of replicas, only the last batch of an epoch is such."
+)
+
 _log = logging.getLogger("distribute_jax")
 
 
@@ -108,6 +114,8 @@ class PaddingCheck:
     """Partial batches so far."""
     longer: Program | None = None
     """The step with more padding, once it is compiled."""
+    is_proved_but_for_norms: bool | None = None
+    """Whether padding reaches results only through batch norms; None if this is not known yet."""
     leaked: bool = False
     """Whether the last comparison failed: then every partial batch is compared."""
 
@@ -130,7 +138,7 @@ def run_checked_for_leaks(
     counts = call.arguments.counts or ()
     # Statistics are not updated from shares of different lengths.
     if len(set(counts)) > 1 and (lines := _written_batch_norms(entry)):
-        raise PaddingLeakError(_UNEVEN.format(counts=list(counts), lines=listed(lines)))
+        raise PaddingLeakError(_UNEVEN.format(counts=list(counts), lines=listed([*lines.values()])))
     if program.padding is None or program.padding.is_certain:
         program.padding = _proof(call, entry)
     check: PaddingCheck = program.padding
@@ -161,6 +169,40 @@ def is_proved(call: Call, entry: BoundProgram) -> bool:
         except PaddingLeakError as error:
             entry.program.padding = PaddingCheck(error_text(error), is_certain=True)
     return not entry.program.padding.unproved
+
+
+def is_proved_but_for_norms(call: Call, entry: BoundProgram) -> bool:
+    """True if padding reaches results only through batch norms, whose statistics are of all rows.
+
+    Then the step is exact if the padding of each replica is the real rows of the others, as in ``call``.
+    """
+    check: PaddingCheck = entry.program.padding
+    if check.is_proved_but_for_norms is None:
+        check.is_proved_but_for_norms = _is_proved_but_for_norms(call, entry)
+        if check.is_proved_but_for_norms:
+            counts = call.arguments.counts or ()
+            _log.warning(_ALL_ROWS, entry.step, sum(counts), len(counts))
+    return check.is_proved_but_for_norms
+
+
+def _is_proved_but_for_norms(call: Call, entry: BoundProgram) -> bool:
+    norms = [norm for norm in _written_batch_norms(entry) if not norm.use_running_average]
+    sizes, jaxpr = entry.program.traced.sizes, entry.program.traced.jaxpr.jaxpr
+    stats = [k for k, v in enumerate(entry.outputs) if isinstance(v, nnx.BatchStat)]
+    has_mask = max(needed_only(jaxpr, stats)[1], default=0) >= sum(sizes[:3])
+    if not norms or has_mask or not entry.program.simple:
+        return False
+    options = RunOptions(check_sync=False, donate_state=False)
+    try:
+        for norm in norms:
+            norm.use_running_average = True
+        program = build(call, options, Replicas(call.mesh))
+        return is_proved(call, BoundProgram(program, call.binding, entry.step))
+    except Exception:  # the step may not accept all rows
+        return False
+    finally:
+        for norm in norms:
+            norm.use_running_average = False
 
 
 def _proof(call: Call, entry: BoundProgram) -> PaddingCheck:
@@ -298,7 +340,7 @@ def _error(
     counts = call.arguments.counts or ()
     rows = share_sizes(call)[0] * len(counts)
     norms = _written_batch_norms(entry)
-    more = _NORMS.format(lines=listed(norms)) if norms else ""
+    more = _NORMS.format(lines=listed([*norms.values()])) if norms else ""
     instead = _NO_PARTIAL if len(set(counts)) > 1 else _WITHOUT_PADDING
     text = _LEAK.format(
         does=does, lines=listed(lines), real=sum(counts), rows=rows, how=how, instead=instead
@@ -315,13 +357,14 @@ statistics would not be those of one device. The state is as before the call.
 {_CURE}"""
 
 
-def _written_batch_norms(entry: BoundProgram) -> list[str]:
-    """Names the batch norms whose statistics a step writes, with these statistics."""
+def _written_batch_norms(entry: BoundProgram) -> dict[nnx.BatchNorm, str]:
+    """Returns the batch norms whose statistics a step writes, with their names and these statistics."""
     written = {id(variable) for variable in entry.outputs if isinstance(variable, nnx.BatchStat)}
     names = dict(zip(map(id, entry.binding.variables), entry.binding.names, strict=True))
-    lines = []
+    lines = {}
     for path, ref in zip(entry.binding.node_names, entry.binding.nodes, strict=True):
         if isinstance(node := ref(), nnx.BatchNorm):
             parts = [names[id(v)] for v in vars(node).values() if id(v) in written]
-            lines += [f"{path} (BatchNorm): {', '.join(parts)}"] if parts else []
+            if parts:
+                lines[node] = f"{path} (BatchNorm): {', '.join(parts)}"
     return lines

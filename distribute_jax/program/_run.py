@@ -6,6 +6,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -30,7 +31,11 @@ from distribute_jax.program._options import (
     checked_run_options,
     library_options,
 )
-from distribute_jax.program._padding_check import is_proved, run_checked_for_leaks
+from distribute_jax.program._padding_check import (
+    is_proved,
+    is_proved_but_for_norms,
+    run_checked_for_leaks,
+)
 from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import Program, preparing
 from distribute_jax.program._result_rows import find_non_batched_results, wrap_partial
@@ -158,15 +163,14 @@ class Runner:
 
     def _execute(self, request: Request, entry: BoundProgram) -> Any:
         arguments = request.arguments
-        if arguments.counts is not None and self._needs_full_batch(request, entry):
-            args, kwargs = full_batch(arguments)
-            full = self._flatten_arguments(args, kwargs, self._mesh)
+        is_padded = arguments.counts is not None and not arguments.has_all_rows
+        if is_padded and (full := self._full_batch(request, entry)):
             return self._run(Request(request.fn, full, request.options))
         if request.options.verify not in entry.program.verified:
             self._verify(request, entry)
         flat = entry.flat_inputs(request.roots, arguments)
         note_call(entry, flat, arguments.data, self._mesh)
-        if arguments.counts is not None:
+        if is_padded:
             self._wait(flat)
             return self._run_partial(request, entry, flat)
         return self._launch(entry, flat)
@@ -235,16 +239,24 @@ class Runner:
                 self._counts.clear()
                 raise
 
-    def _needs_full_batch(self, request: Request, entry: BoundProgram) -> bool:
-        """True if a step of the library, whose code the user cannot change, is run without the padding.
+    def _full_batch(self, request: Request, entry: BoundProgram) -> Arguments | None:
+        """Returns the batch without padding for a step of the library, whose code the user cannot change.
 
-        That is a batch norm's in ``fit``. It is possible if all replicas have equally many examples, as one
-        replica always has, and compiles the step for that number.
+        That is a batch norm's in ``fit``. If all replicas have equally many examples, as one replica always
+        has, the step is compiled for that number. Else each computes on the rows of all, and counts its own.
         """
-        if request.options is not library_options() or len(set(request.arguments.counts or ())) > 1:
-            return False
+        if request.options is not library_options():
+            return None
+        call = self.cache.call(request, entry.binding)
         with self._proving(request, entry):
-            return not is_proved(self.cache.call(request, entry.binding), entry)
+            if is_proved(call, entry):
+                return None
+            args, kwargs = full_batch(request.arguments)
+            full = self._flatten_arguments(args, kwargs, self._mesh)
+            full.has_all_rows = full.counts is not None
+            call = replace(call, arguments=full)
+            is_exact = not full.has_all_rows or is_proved_but_for_norms(call, entry)
+        return full if is_exact else None
 
     def _run_partial(self, request: Request, entry: BoundProgram, flat: list[Any]) -> Any:
         call = self.cache.call(request, entry.binding)

@@ -465,11 +465,15 @@ class Synchronised(Net):
         self.norm.axis_name = "data"
 
 
+@pytest.mark.parametrize("rows", [20, 21])
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4])
-def test_batch_norm_is_exact_on_a_partial_batch_that_fills_all_shares_equally(
-    replicas: int, caplog: pytest.LogCaptureFixture
+def test_batch_norm_is_exact_on_a_partial_batch(
+    replicas: int, rows: int, caplog: pytest.LogCaptureFixture
 ):
-    """The last batch of 4 of 8 has no padding; its program is compiled in the first epoch alone."""
+    """The last batch of 4 of 8 has no padding; of 5 each replica computes on all.
+
+    Its program is compiled in the first epoch alone.
+    """
     strategy = dj.MirroredStrategy(list(range(replicas)))
     model = make_model(strategy, Synchronised, optimizer=SGD)
     programs = []
@@ -477,16 +481,33 @@ def test_batch_norm_is_exact_on_a_partial_batch_that_fills_all_shares_equally(
         on_epoch_end=lambda epoch, logs: programs.append(strategy._runner.programs())
     )
     options = {"batch_size": 8, "shuffle": False, "verbose": 0, "callbacks": [count]}
-    history = model.fit(X[:20], Y[:20], epochs=3, **options)
-    losses, weights = train_with_plain_flax(20, SGD, norm=True)
+    history = model.fit(X[:rows], Y[:rows], epochs=3, **options)
+    losses, weights = train_with_plain_flax(rows, SGD, norm=True)
     close(history.history["loss"], losses)
     close(weights_of(model), weights, 1e-4)
     assert len(set(programs)) == 1
     assert "partial batch" not in caplog.text
 
 
-def test_batch_norm_on_a_partial_batch_says_what_to_do_in_fit(s4: dj.MirroredStrategy):
-    model = make_model(s4, lambda: Net(norm=True))
+class Masked(nnx.BatchNorm):
+    """Uses the mask, with which no replica's statistics are those of all examples."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        replica = dj.get_replica_context()
+        return super().__call__(x, mask=replica.batch_mask[:, None])
+
+
+def test_batch_norm_with_a_mask_on_a_partial_batch_says_what_to_do_in_fit(
+    s4: dj.MirroredStrategy,
+):
+    """Its shares differ in length, so the statistics are refused, even if another norm has no mask."""
+
+    def two_norms() -> Net:
+        net = Net(norm=True)
+        net.last = nnx.Sequential(net.last, Masked(2, rngs=nnx.Rngs(0)))
+        return net
+
+    model = make_model(s4, two_norms)
     with pytest.raises(dj.PaddingLeakError) as caught:
         model.fit(X, Y, batch_size=8, verbose=0)
     (note,) = caught.value.__notes__

@@ -110,8 +110,6 @@ def draw(seed: int) -> Options:
     """Draws options, and drops those that no device supports together."""
     rng = random.Random(seed)
     o = Options(**{f.name: rng.choice(f.metadata["choices"]) for f in fields(Options)})
-    if o.batch_norm:  # Else most of its batches would be refused.
-        o = replace(o, examples=64, batch=rng.choice([8, 16]))
     if o.data != "arrays" and o.validation == "split":
         o = replace(o, validation="data")
     if (o.callback in ("plateau", "rate") and o.optimizer == "schedule") or (
@@ -127,20 +125,19 @@ def draw(seed: int) -> Options:
 def refused(o: Options) -> type[Exception] | None:
     """Returns the documented error of a combination that a strategy refuses.
 
-    Shares of different lengths have no common mean: BatchNorm refuses them, or verify does in
-    the first batch. And the workers of an update know what all of them have together only after the step.
+    Shares of different lengths have no common mean, which verify refuses in the first batch. The workers
+    of an update know what all of them have together only after the step, and run each batch with its padding.
     """
     if not o.batch_norm or o.trainable == "^out":
         return None
     rows = o.examples * 3 // 4 if o.validation == "split" else o.examples
-    sizes = {o.batch, rows % o.batch or o.batch}
     for name in [o.strategy, o.then] if o.again == "checkpoint" else [o.strategy]:
         replicas = STRATEGIES[name]().num_replicas_in_sync
-        if name == "servers, 2 together":
-            return dj.LoweringError
         if o.batch % replicas and o.verify == "first":
             return dj.NotEqualError
-        if any(size % replicas for size in sizes):
+        if name == "servers, 2 together":
+            return dj.LoweringError
+        if name == "servers" and rows % o.batch:
             return dj.PaddingLeakError
     return None
 
