@@ -302,6 +302,14 @@ class Batches(Iterator[tuple[Any, ...]]):
                 self.check_labels(self._labels)
         return self._next[0]
 
+    def check_not_empty(self, method: str, limit: int | None) -> None:
+        """Raises if the data of a method has no example."""
+        if limit != 0 and not self.count and self.peek() is None:
+            raise ArgumentError(
+                f"{method} got data without any example. Pass arrays, or a dataset that has batches; in "
+                "place of an iterator that is used up, a function that returns a new one."
+            )
+
     def position(self) -> str:
         """Returns the data position of the next batch, or, if there is none, to which replicas it goes."""
         with suppress(ArgumentError):  # the source cannot seek

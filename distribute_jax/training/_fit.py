@@ -179,7 +179,9 @@ class Fit:
             # An iterator cannot start again: as in Keras the next validation continues with it.
             if batches is None or not steps or not isinstance(self.validation_data, Iterator):
                 batches = self._validating = Batches(self.validation, self.validation_keys)
-            numbers = self.trainer.evaluate(batches, limit=steps, callbacks=self._callbacks)
+            numbers = self.trainer.evaluate(
+                batches, limit=steps, callbacks=self._callbacks, method="fit(validation_data)"
+            )
             logs |= {f"val_{name}": value for name, value in numbers.items()}
         self._callbacks.call("on_epoch_end", epoch, logs)
         return logs

@@ -144,6 +144,7 @@ class Trainer:
         """Trains on the batches after the first ``done``; returns how many are done then, and the logs."""
         if not done:
             self.reset("train")
+        batches.check_not_empty("fit", limit)
         with hint(partial(dict_hint, "fit", batches)), self._training():
             self._check_labels("train", batches)
             self._check_first(batches)
@@ -167,10 +168,16 @@ class Trainer:
         return Snapshot(self.settled_tracker(kind), returned)
 
     def evaluate(
-        self, batches: Batches, *, limit: int | None, callbacks: CallbackList
+        self,
+        batches: Batches,
+        *,
+        limit: int | None,
+        callbacks: CallbackList,
+        method: str = "evaluate",
     ) -> dict[str, Any]:
-        """Returns loss and metrics over the batches, in evaluation mode."""
+        """Returns loss and metrics over the batches of a method, in evaluation mode."""
         self.reset("test")
+        batches.check_not_empty(method, limit)
         with hint(partial(dict_hint, "evaluate", batches)), mode(self.module, training=False):
             self._check_labels("test", batches)
             self._check_first(batches)
@@ -184,6 +191,7 @@ class Trainer:
 
     def predict(self, batches: Batches, *, limit: int | None, callbacks: CallbackList) -> Any:
         outputs = Outputs(self.strategy)
+        batches.check_not_empty("predict", limit)
         with hint(partial(dict_hint, "predict", batches)), mode(self.module, training=False):
             callbacks.call("on_predict_begin")
             batch = batches.peek()
@@ -229,8 +237,6 @@ class Trainer:
                 if kind == "train" and callbacks.model.stop_training:
                     break
                 size.note(num_batches)
-        if not batches.count and limit != 0:
-            warn_user(f"The data to {kind} on has no batches.")
         return done
 
     def _run(self, kind: str, step: Step, batches: Batches, max_batches: int) -> Any:

@@ -99,12 +99,16 @@ def test_a_module_that_fails_on_several_inputs_says_how_they_were_interpreted(
         model.predict([X, X, X], verbose=0)
 
 
-def test_data_without_a_batch_warns(s4: dj.MirroredStrategy):
+@pytest.mark.parametrize("data", [[], [(X[:0], Y[:0])]], ids=["no batches", "empty batches"])
+def test_data_without_an_example_is_refused(data: list[Any], s4: dj.MirroredStrategy):
+    """By the name of the argument; before, fit warned, and its history was empty or NaN."""
     model = make_model(s4)
-    validate = lambda data, verbose: model.fit(X, Y, validation_data=data, verbose=verbose)  # noqa: E731
-    for run in (model.fit, model.evaluate, model.predict, validate):
-        with pytest.warns(UserWarning, match=r"on has no batches\."):
-            run([], verbose=0)
+    for run in (model.fit, model.evaluate, model.predict):
+        with pytest.raises(ValueError, match=f"^{run.__name__} got data without any example"):
+            run(data, verbose=0)
+    with pytest.raises(ValueError, match=r"^fit\(validation_data\) got data without"):
+        model.fit(X, Y, validation_data=data, verbose=0)
+    assert model.predict([], steps=0, verbose=0) is None
 
 
 def test_an_iterator_is_continued(s4: dj.MirroredStrategy):
