@@ -132,11 +132,23 @@ def promoting(function: _F) -> _F:
     return call  # type: ignore[return-value]
 
 
+MASKED = (
+    "JAX arrays have no mask, so the masked values would be used as data. Pass the values and the mask "
+    "as two arrays: array.filled(0) and np.ma.getmaskarray(array)."
+)
+
+
+def check_not_masked(value: Any, got_by: str) -> None:
+    if isinstance(value, np.ma.MaskedArray):
+        raise ArgumentError(f"{got_by} got a NumPy masked array, {leaf_text(value.data)}. {MASKED}")
+
+
 def check_int_range(value: Any, got_by: str) -> Any:
-    """Returns a value as it is, or raises if an integer in it needs more bits than JAX has.
+    """Returns a value as it is; raises for a mask, or an integer that needs more bits than JAX has.
 
     JAX has 32, or 64 in x64 mode. ``got_by``, such as ``"all_reduce"``, begins the message.
     """
+    check_not_masked(value, got_by)
     config: Any = jax.config
     bits = 64 if config.jax_enable_x64 else 32
     if isinstance(value, int):

@@ -11,6 +11,7 @@ import numpy as np
 
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import (
+    MASKED,
     KeyPath,
     PyTree,
     check_int_range,
@@ -40,10 +41,6 @@ DISTRIBUTED = (
 RAGGED = (
     "All leaves of a batch must have the same number of examples in dim 0. Repeat a value that belongs "
     "to the whole batch for each example, or pass it to strategy.run as a separate argument."
-)
-MASKED = (
-    "JAX arrays have no mask, so the masked values would be used as data. Pass the values and the mask "
-    "as two leaves: array.filled(0) and np.ma.getmaskarray(array)."
 )
 DONATED = (
     "These arrays were donated, to a jax.jit or with donate_args, so they can no longer be read. Keep "

@@ -275,11 +275,6 @@ def _scalar_signature(array: Any) -> Any:
 
 def _check_array(array: Any) -> None:
     """Refuses a NumPy array that a device cannot hold, or would change."""
-    if isinstance(array, np.ma.MaskedArray):
-        raise ArgumentError(
-            f"strategy.run got a NumPy masked array, {leaf_text(array.data)}, among its arguments. "
-            "JAX has no masked arrays: pass array.filled(0) and np.ma.getmaskarray(array) as two arguments."
-        )
     if not devices_hold(array.dtype):
         raise ArgumentError(
             f"strategy.run got {leaf_text(array)} among its arguments. Devices hold bools and numbers "

@@ -26,11 +26,17 @@ from distribute_jax._mesh import (
     outside_mesh,
     split_sharding,
 )
-from distribute_jax._messages import PyTree, check_int_range, devices_hold, is_key, leaf_text
+from distribute_jax._messages import (
+    PyTree,
+    check_int_range,
+    check_not_masked,
+    devices_hold,
+    is_key,
+    leaf_text,
+)
 from distribute_jax._values import PerReplica, UnevenPerReplica
 from distribute_jax.data import DistributedDataset, InputContext, InputOptions, InputReplicationMode
 from distribute_jax.data._agreement import epoch_ends, worker_of
-from distribute_jax.data._check import MASKED
 from distribute_jax.data._feed import Feed, GlobalBatches, PerReplicaFeed, sources_of
 from distribute_jax.data.sources import find_source
 from distribute_jax.processes import job_of
@@ -182,8 +188,7 @@ def values_from_function(value_fn: Callable[[Any], Any], context: Any, mesh: Mes
     copied = lambda x: x.copy() if isinstance(x, np.ndarray) else x  # noqa: E731
     nests = [jax.tree.map(copied, value_fn(context(i, count))) for i in local_replicas(mesh)]
     for leaf in jax.tree.leaves(nests):
-        if isinstance(leaf, np.ma.MaskedArray):
-            raise ArgumentError(f"{method}: value_fn returned {leaf_text(leaf)}. {MASKED}")
+        check_not_masked(leaf, "A per-replica value")
         # An int that is too large has dtype object too; check_int_range refuses it below.
         if not (is_key(leaf) or isinstance(leaf, int) or devices_hold(np.asarray(leaf).dtype)):
             raise ArgumentError(

@@ -21,7 +21,15 @@ from distribute_jax import checkpoint
 from distribute_jax._checks import check_choice, check_int, converting, importing, refuse
 from distribute_jax._errors import ArgumentError, CheckpointError, LoweringError, warn_user
 from distribute_jax._mesh import on_host, outside_mesh
-from distribute_jax._messages import PyTree, is_array, is_key, leaf_text, listed, size_text
+from distribute_jax._messages import (
+    PyTree,
+    check_not_masked,
+    is_array,
+    is_key,
+    leaf_text,
+    listed,
+    size_text,
+)
 from distribute_jax.checkpoint._orbax import assign, find_flax_folder, load_flax
 from distribute_jax.checkpoint._save_load import saved_paths
 from distribute_jax.checkpoint._storage import sync
@@ -203,6 +211,8 @@ class Stateful:
         variables = weight_variables(self.module)
         with converting("set_weights: weights", weights, "a list of arrays, as of get_weights()"):
             weights = list(weights)
+            for new in weights:
+                check_not_masked(new, "set_weights")
             pairs = zip(weights, variables, strict=False)
             arrays = [np.array(new, v[...].dtype) for new, (_, v) in pairs]
         if len(weights) != len(variables):

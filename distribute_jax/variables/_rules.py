@@ -24,7 +24,7 @@ from distribute_jax._mesh import (
     put,
     split_sharding,
 )
-from distribute_jax._messages import check_int_range, on_bits
+from distribute_jax._messages import check_int_range, check_not_masked, on_bits
 from distribute_jax._values import Mirrored, PerReplica
 
 
@@ -92,6 +92,7 @@ def cast(value: Any, dtype: Any, name: str) -> jax.Array:
 
     Floats are rounded to shorter ones, as everywhere in JAX.
     """
+    check_not_masked(value, f"Variable {name!r}")
     with converting(f"Variable {name!r}: value", value):
         is_jax = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
         # NumPy can represent a large Python integer; JAX would refuse or wrap it.

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_472,
-    lines_of_tests: 49_697,
+    lines: 50_492,
+    lines_of_tests: 49_703,
     files: 204,
     pieces: 0,
     private_words: 0,

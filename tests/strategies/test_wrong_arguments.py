@@ -14,6 +14,7 @@ from flax import nnx
 
 import distribute_jax as dj
 
+MASKED = np.ma.array([1, 2], mask=[0, 1])
 Call = Callable[[dj.Strategy, Any], Any]
 CALLS: dict[str, tuple[Call, str]] = {
     "options": (lambda s, v: s.run(f, options="x"), "run: options must be None or dj.RunOptions"),
@@ -25,7 +26,11 @@ CALLS: dict[str, tuple[Call, str]] = {
     "value": (lambda s, v: values(s, lambda _: "a"), "returned str 'a', which no device can hold"),
     "dates": (lambda s, v: values(s, lambda _: np.array(["2020"], "M8[D]")), r"D\]\[1\], which no device"),
     "records": (lambda s, v: values(s, lambda _: np.zeros(2, [("a", "f4")])), "which no device can hold"),
-    "masked": (lambda s, v: values(s, lambda _: np.ma.array([1, 2], mask=[0, 1])), "have no mask"),
+    "masked": (lambda s, v: values(s, lambda _: MASKED), "have no mask"),
+    "masked argument": (lambda s, v: s.run(f, (MASKED,)), r"^strategy.run got a .* int64\[2\]. JAX arr"),
+    "masked value": (lambda s, v: dj.Variable(MASKED, name="w"), "^dj.Variable 'w' got .*no mask"),
+    "masked write": (lambda s, v: v.assign(MASKED), "^Variable 'Variable' got .*no mask"),
+    "masked part": (lambda s, v: s.reduce("sum", MASKED), "^strategy.reduce got .*no mask"),
     "no context": (lambda s, v: values(s, lambda: 1), "calls .* with a dj.ValueContext"),
     "long": (lambda s, v: s.run(f, (np.zeros(2, "complex256"),)), r"got complex256\[2\] among its"),
     "model": (lambda s, v: dj.Optimizer(3, optax.sgd(0.1)), "model must be an nnx.Module, .*; got 3"),

@@ -382,6 +382,7 @@ def test_invalid_arguments_are_refused(s4: dj.MirroredStrategy):
         (lambda: model.fit(list(batches()), validation_split=0.5), "split is for arrays"),
         (lambda: model.fit({"a": X, "b": Y}, Y, x_key="a", y_key="b"), "leave out y, or them"),
         (lambda: model.set_weights([*before, X]), "takes 4 arrays.*got 5"),
+        (lambda: model.set_weights([np.ma.array(w) for w in before]), "weights got a .* have no mask"),
         (lambda: model.fit(X), "needs targets"),
         (lambda: model.fit(X, Y, batch_size=0), "batch"),
         (lambda: model.fit(X, Y, validation_freq=[0], validation_data=(X, Y)), "integer >= 1; got 0"),
