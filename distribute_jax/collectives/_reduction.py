@@ -128,6 +128,9 @@ def sum_dtype(dtype: Any) -> Any:
     """Returns the dtype of a sum over the replicas, as of ``jnp.sum``, which widens narrow integers."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return dtype
+    iinfo: Any = jnp.iinfo
+    if iinfo(dtype).bits < 8:  # jnp.sum takes no int4
+        dtype = jnp.int8 if iinfo(dtype).min < 0 else jnp.uint8
     return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), dtype)).dtype
 
 

@@ -27,6 +27,8 @@ def both(strategy: dj.Strategy, op: str, values: list[Any]) -> list[Any]:
 
 # Each replica holds the value; dtype of the sum, dtype of the mean.
 CASES: dict[str, tuple[Any, str, str]] = {
+    "int4": (7, "int32", "float32"),
+    "uint4": (15, "uint32", "float32"),
     "int8": (100, "int32", "float32"),
     "uint8": (200, "uint32", "float32"),
     "int16": (30000, "int32", "float32"),
@@ -82,6 +84,8 @@ def test_a_mean_of_float16_over_a_dim_does_not_overflow(s2: dj.MirroredStrategy)
 def test_parts_of_different_lengths_and_mirrored_values_do_not_wrap(s2: dj.MirroredStrategy):
     uneven = on_replicas(s2, [np.full((n, 1), 100, np.int8) for n in (3, 1)])
     assert s2.reduce("sum", uneven, axis=0).tolist() == [400]
+    uneven = on_replicas(s2, [jnp.full(n, 7, jnp.int4) for n in (3, 1)])
+    assert int(s2.reduce("sum", uneven, axis=0)) == 28
     assert int(s2.reduce("sum", s2.run(lambda: jnp.int8(100)))) == 200
     other = dj.OneDeviceStrategy("cpu:0")
     assert str(other.reduce("sum", other.run(lambda: jnp.int8(100))).dtype) == "int32"

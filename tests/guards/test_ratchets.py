@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_492,
-    lines_of_tests: 49_703,
+    lines: 50_495,
+    lines_of_tests: 49_707,
     files: 204,
     pieces: 0,
     private_words: 0,
