@@ -23,6 +23,12 @@ from distribute_jax.cluster_resolver import (
     TPUClusterResolver,
     detect,
 )
+from distribute_jax.collectives import (
+    CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    ReductionToOneDevice,
+    RingAllReduce,
+)
 from distribute_jax.processes import ClusterOptions, current_job
 
 _LOG = logging.getLogger("distribute_jax")
@@ -129,9 +135,18 @@ def log_cluster_ignored(caller: str, hint: str = _CONNECT_HINT) -> None:
         )
 
 
-def check_replicas_per_device(caller: str, number: Any) -> int:
-    """Checks ``replicas_per_device``, which is bounded so that steps end."""
-    return check_int(f"{caller}: replicas_per_device", number, below=1 << 16)
+def check_replicas_per_device(caller: str, number: Any, ops: CrossDeviceOps | None = None) -> int:
+    """Checks ``replicas_per_device``, which is bounded so that steps end, and that ``ops`` can be used."""
+    number = check_int(f"{caller}: replicas_per_device", number, below=1 << 16)
+    if number > 1 and isinstance(ops, _SENDING):
+        raise ArgumentError(
+            f"{caller}(cross_device_ops={ops!r}, replicas_per_device={number}): the replicas of a device run "
+            "one after the other, so none can send to another. Leave one of the two out."
+        )
+    return number
+
+
+_SENDING = (HierarchicalCopyAllReduce, ReductionToOneDevice, RingAllReduce)
 
 
 def local_devices(platform: str) -> list[jax.Device]:

@@ -76,9 +76,10 @@ class MirroredStrategy(Strategy):
         name = type(self).__name__
         replicas = find_devices(devices)
         log_cluster_ignored(name)
+        each = check_replicas_per_device(name, replicas_per_device, cross_device_ops)
         self._cross_device_ops = _placed(cross_device_ops, replicas)
         super().__init__(
-            replica_mesh(replicas, check_replicas_per_device(name, replicas_per_device)),
+            replica_mesh(replicas, each),
             steps_in_flight=steps_in_flight,
             shared=(nnx.OptState,) if shard_optimizer_state else (),
             optimizer_memory_kind=optimizer_memory_kind,

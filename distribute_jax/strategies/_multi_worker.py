@@ -7,7 +7,12 @@ from flax import nnx
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, replica_mesh
 from distribute_jax.cluster_resolver import ClusterResolver
-from distribute_jax.collectives import CommunicationOptions, CrossDeviceOps
+from distribute_jax.collectives import (
+    CommunicationImplementation,
+    CommunicationOptions,
+    CrossDeviceOps,
+    RingAllReduce,
+)
 from distribute_jax.processes import ClusterOptions
 from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._devices import check_replicas_per_device, connect
@@ -76,7 +81,9 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"{name}(cross_device_ops={cross_device_ops!r}): a name such as 'gpu:0' means another device "
                 "in each process. Leave reduce_to_device out: the values are added up on replica 0."
             )
-        each = check_replicas_per_device(name, replicas_per_device)
+        is_ring = self._communication_options.implementation is CommunicationImplementation.RING
+        ops = RingAllReduce() if is_ring else cross_device_ops
+        each = check_replicas_per_device(name, replicas_per_device, ops)
         self._resolver, devices = connect(
             cluster_resolver, cluster_options, name, self._communication_options.timeout_seconds
         )

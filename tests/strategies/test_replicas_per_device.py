@@ -533,5 +533,13 @@ def test_the_number_of_replicas_per_device_is_shown():
         several(1, 0)
     with pytest.raises(dj.ArgumentError, match="< 65536; got 1000000"):
         several(1, 1_000_000)
+    ring = dj.experimental.CommunicationOptions(implementation="ring")
+    for make in (
+        lambda: dj.MirroredStrategy([0], dj.RingAllReduce(), replicas_per_device=2),
+        lambda: dj.MirroredStrategy([0], dj.ReductionToOneDevice("cpu:0"), replicas_per_device=2),
+        lambda: dj.MultiWorkerMirroredStrategy(None, ring, replicas_per_device=2),
+    ):
+        with pytest.raises(dj.ArgumentError, match=r"replicas_per_device=2\): .* none can"):
+            make()
     with pytest.raises(dj.LoweringError, match="with replicas_per_device=2: pmap knows one"):
         several(1, 2).run(lambda: 1, options=dj.RunOptions(lowering="pmap"))
