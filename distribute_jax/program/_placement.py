@@ -58,6 +58,8 @@ class Rules:
         self._mesh = mesh
         self._patterns: dict[str, Axes] = {}
         self._logical: dict[str, Any] = {}
+        self._matched: set[str] = set()
+        """The rules that have matched a variable of any model."""
         for key, value in rules.items():
             if not isinstance(key, str) or not isinstance(value, (PartitionSpec, str, type(None))):
                 raise ArgumentError(
@@ -144,11 +146,13 @@ class Rules:
     ) -> None:
         """Raises ArgumentError for a rule that matches no variable, which was renamed or the rule misspelled.
 
+        The model that it is for may have been placed before, and this may be another, or arrays beside it.
         A step may reach only a part of a model; then all divided variables were ``placed`` before.
         """
         pairs = zip(paths, variables, strict=True)
         matched = {rule for path, variable in pairs for rule in self._matching(path, variable)}
-        unused = [rule for rule in (*self._patterns, *self._logical) if rule not in matched]
+        self._matched |= matched
+        unused = [rule for rule in (*self._patterns, *self._logical) if rule not in self._matched]
         if unused and not (all(placed) and (placed or matched)):
             lines = []
             for rule in unused:
@@ -161,7 +165,8 @@ _UNUSED = """\
 These rules match no variable of the model, so what they should divide would be replicated:
 {lines}
 A rule is a regular expression that is searched in the path of a variable, or a logical axis name of Flax. \
-strategy.placement(model) shows all paths; remove the rule if the model has no such part."""
+strategy.placement(model) shows all paths; remove the rule if the model has no such part, \
+or make the model first that has it."""
 
 
 def names_of(of_dim: Any) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ class ModelParallelStrategy(Strategy):
 
     Raises:
         ValueError: an argument is invalid; a rule names an unknown axis, ``"data"``, or one
-            axis twice. When a model is placed: a rule matches no variable, or does not fit its shape.
+            axis twice. When a model is placed: a rule does not fit a shape, or has matched no variable yet.
 
     Example:
         >>> import distribute_jax as dj

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_529,
-    lines_of_tests: 49_723,
+    lines: 50_534,
+    lines_of_tests: 49_725,
     files: 204,
     pieces: 0,
     private_words: 0,
