@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import jax
+
 from distribute_jax import _frames
 from distribute_jax._errors import ContextError, MixedStrategiesError
 from distribute_jax._jax_private import at_top_level, backend_is_started
@@ -21,6 +23,7 @@ class _ThreadState(threading.local):
     batches_taken: int | None = None
 
 
+_CONFIG: Any = jax.config
 _thread = _ThreadState()
 _step_threads: set[int] = set()
 _state_holders: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -38,6 +41,12 @@ def require_method(strategy: Any, method: str, *, starts_program: bool = False) 
         if starts_program:
             require_outside_step(method)
         require_untraced(method)
+    if _CONFIG.jax_disable_jit:
+        raise ContextError(
+            f"{method} was called under jax.disable_jit, but its programs run on several devices at once "
+            "and must be compiled. Remove jax.disable_jit: look at values with jax.debug.print in the "
+            "step, or call the function itself, without strategy.run, on the batch of one replica."
+        )
 
 
 def register_state_holder(holder: Any) -> None:

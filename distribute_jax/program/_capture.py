@@ -177,7 +177,10 @@ def captures(fn: Callable[..., Any], *, named: bool = False) -> Captures:
     Partials, bound methods, callable objects, ``functools.wraps`` and jitted functions are unwrapped.
     """
     captured = Captures([], [], [] if named else None)
-    _collect(fn, captured)
+    if type(fn) is types.FunctionType:
+        _collect_function(fn, captured)
+    else:
+        _collect(fn, captured)
     return captured
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from distribute_jax._errors import ArgumentError, StepsSkippedError
-from distribute_jax._mesh import explicit_transfers
+from distribute_jax._mesh import explicit_transfers, is_local
 from distribute_jax._messages import StepFunction
 from distribute_jax._values import PerReplica
 from distribute_jax.processes import calling, stepped
@@ -62,6 +62,7 @@ class Runner:
 
     def __init__(self, strategy: Any, replicas: Replicas, steps_in_flight: int | None) -> None:
         self._replicas, self._mesh = replicas, replicas.mesh
+        self._is_local = is_local(self._mesh)
         divided = replicas.state_mesh if replicas.divides_arguments else None
         self._flatten_arguments = functools.partial(flatten_arguments, divided=divided)
         self.cache = ProgramCache(
@@ -219,7 +220,8 @@ class Runner:
     def _note_dispatched(self, entry: BoundProgram, arrays: list[Any], steps: int) -> None:
         token = entry.pop_token()
         stepped(steps, token)
-        note_outputs(entry, arrays, self._mesh)
+        if not self._is_local:
+            note_outputs(entry, arrays, self._mesh)
         if self.steps_in_flight is not None:
             self._in_flight.append((token, entry.program, entry.step))
         if entry.skip_counts:

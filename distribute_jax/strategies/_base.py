@@ -453,14 +453,7 @@ class Strategy(InputMethods, ModelMethods, V1Methods):
 
     def _enter_program(self, name: str) -> None:
         """Checks the context of a method that starts a program or makes data."""
-        self._enter_method(name, starts_program=True)
+        _context.require_method(self, name, starts_program=True)
 
-    def _enter_method(self, name: str, *, starts_program: bool = False) -> None:
-        _context.require_method(self, name, starts_program=starts_program)
-        config: Any = jax.config
-        if config.jax_disable_jit:
-            raise ContextError(
-                f"{name} was called under jax.disable_jit, but its programs run on several devices at once "
-                "and must be compiled. Remove jax.disable_jit: look at values with jax.debug.print in the "
-                "step, or call the function itself, without strategy.run, on the batch of one replica."
-            )
+    def _enter_method(self, name: str) -> None:
+        _context.require_method(self, name)

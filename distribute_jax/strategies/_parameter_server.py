@@ -224,14 +224,14 @@ class ParameterServerStrategy(Strategy):
         fewer = check_int("strategy.remove_workers: number", number, below=self.workers)
         self._engine.resize(self.workers - fewer)
 
+    # A scheduled function may run steps, and combine what ``run`` returned, if it runs all of it.
     def _enter_program(self, name: str) -> None:
-        if not (in_closure() and name == "strategy.run"):
+        if not in_closure() or (name != "strategy.run" and self.num_replicas_in_sync > 1):
             super()._enter_program(name)
 
-    def _enter_method(self, name: str, *, starts_program: bool = False) -> None:
-        # A scheduled function may combine what ``run`` returned, if it runs all of it.
+    def _enter_method(self, name: str) -> None:
         if not in_closure() or self.num_replicas_in_sync > 1:
-            super()._enter_method(name, starts_program=starts_program)
+            super()._enter_method(name)
 
 
 def _checked_cluster(name: str, resolver: ClusterResolver) -> ClusterSpec:
