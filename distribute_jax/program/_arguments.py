@@ -218,6 +218,8 @@ def _classify_leaves(
             signature.append(_batch_signature(leaf, mesh))
             batches.append(leaf)
         elif isinstance(leaf, (jax.Array, np.ndarray, np.generic, *more)):
+            if isinstance(leaf, jax.core.Tracer):
+                raise ArgumentError(_LEAKED.format(leaf=leaf_text(leaf)))
             if not isinstance(leaf, (jax.Array, *more)):
                 _check_array(leaf)
             signature.append(_array_signature(leaf))
@@ -235,6 +237,12 @@ def _classify_leaves(
         if kind == "data":
             data.append(leaf)
     return data, kinds, bound, batches
+
+
+_LEAKED = (
+    "strategy.run got {leaf} among its arguments, which JAX was tracing: it has no value outside of the "
+    "function that was traced (under jax.jit, grad, vmap, scan or strategy.run). Return it from there."
+)
 
 
 def _has_padded_rows(value: PerReplica) -> bool:

@@ -217,9 +217,9 @@ def test_the_rule_of_rank_promotion_is_part_of_the_key(s2: dj.Strategy):
         return x + jnp.ones((2, 3))
 
     for _ in range(3):
-        s2.run(step, args=(jnp.ones(3),))
+        s2.run(_described, args=(jnp.ones(3),))
     with jax.numpy_rank_promotion("raise"), pytest.raises(Exception, match="rank_promotion"):
-        s2.run(step, args=(jnp.ones(3),))
+        s2.run(_described, args=(jnp.ones(3),))
 
 
 def test_calls_within_and_outside_of_scope_share_a_program(s2: dj.Strategy):
@@ -229,9 +229,9 @@ def test_calls_within_and_outside_of_scope_share_a_program(s2: dj.Strategy):
         traces.append(1)
         return x + 1
 
-    s2.run(step, args=(jnp.ones(3),))
+    s2.run(_described, args=(jnp.ones(3),))
     with s2.scope():
-        s2.run(step, args=(jnp.ones(3),))
+        s2.run(_described, args=(jnp.ones(3),))
     assert len(traces) == 1
 
 
@@ -289,6 +289,16 @@ def test_a_full_batch_after_full_batches_is_not_classified_and_a_partial_one_is(
         classified.append("flatten_arguments" in entered)
     assert classified == [True, True, False, False, True]
     assert results == [1.0] * 5
+
+
+def test_a_tracer_that_has_left_its_trace_is_refused_as_an_argument(s2: dj.Strategy):
+    """Also by a step whose last calls had an array there, so that only the values differ."""
+    kept: list[jax.Array] = []
+    jax.jit(kept.append)(jnp.ones(3))
+    for _ in range(2):
+        s2.run(_described, args=(jnp.ones(3),))
+    with pytest.raises(dj.ArgumentError, match=r"float32\[3\] .*Return it from there"):
+        s2.run(_described, args=tuple(kept))
 
 
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
