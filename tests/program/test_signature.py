@@ -217,9 +217,9 @@ def test_the_rule_of_rank_promotion_is_part_of_the_key(s2: dj.Strategy):
         return x + jnp.ones((2, 3))
 
     for _ in range(3):
-        s2.run(_described, args=(jnp.ones(3),))
+        s2.run(step, args=(jnp.ones(3),))
     with jax.numpy_rank_promotion("raise"), pytest.raises(Exception, match="rank_promotion"):
-        s2.run(_described, args=(jnp.ones(3),))
+        s2.run(step, args=(jnp.ones(3),))
 
 
 def test_calls_within_and_outside_of_scope_share_a_program(s2: dj.Strategy):
@@ -229,9 +229,9 @@ def test_calls_within_and_outside_of_scope_share_a_program(s2: dj.Strategy):
         traces.append(1)
         return x + 1
 
-    s2.run(_described, args=(jnp.ones(3),))
+    s2.run(step, args=(jnp.ones(3),))
     with s2.scope():
-        s2.run(_described, args=(jnp.ones(3),))
+        s2.run(step, args=(jnp.ones(3),))
     assert len(traces) == 1
 
 
