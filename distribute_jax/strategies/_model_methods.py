@@ -69,7 +69,7 @@ class ModelMethods:
 
         Args:
             model: a module, an optimizer, a ``TrainState``, or a pytree of them, in ``tuple``, ``list`` or
-                ``dict``.
+                ``dict``. A ``jax.ShapeDtypeStruct``, as of ``jax.eval_shape``, stands for an array.
 
         Returns:
             For each array, by path: ``path``, ``shape`` of the whole array, ``spec``, the ``PartitionSpec``
@@ -86,7 +86,8 @@ class ModelMethods:
             (None, 'data')
         """
         is_leaf = jax.tree_util.treedef_is_leaf(jax.tree.structure(model))
-        leaves = [] if is_leaf else _leaves_of(model, nnx.state(model))
+        nest = jax.tree.map(_with_shape, model, is_leaf=lambda x: isinstance(x, _OF_FLAX))
+        leaves = [] if is_leaf else _leaves_of(nest, nnx.state(nest))
         if not (state := [(v, path) for v, path in leaves if v is not None]):
             raise ArgumentError(
                 f"strategy.placement got {leaf_text(model)}, which is not a pytree of variables and arrays. "
@@ -132,6 +133,14 @@ class ModelMethods:
         """
         self._enter_program("strategy.plan")
         return self._runner.plan(step, args, kwargs, options, replicas)
+
+
+_OF_FLAX = (nnx.Pytree, nnx.Variable)
+
+
+def _with_shape(leaf: Any) -> Any:
+    """Returns a leaf that ``nnx.state`` keeps, in place of a shape."""
+    return PlainArray(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
 
 def _created(make: Callable[[], M], replicas: Replicas) -> M:

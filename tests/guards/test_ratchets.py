@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_549,
-    lines_of_tests: 49_735,
+    lines: 50_558,
+    lines_of_tests: 49_748,
     files: 204,
     pieces: 0,
     private_words: 0,

@@ -420,6 +420,19 @@ def test_a_model_that_cannot_be_divided_is_refused() -> None:
         strategy.placement([3])
 
 
+def test_the_placement_of_shapes_is_that_of_their_arrays() -> None:
+    """Of what jax.eval_shape returns for a tree of parameters and optimizer state, before it is made."""
+    strategy = dj.FullyShardedStrategy([0, 1])
+
+    def make() -> Any:
+        params = {"dense": {"kernel": jnp.ones((64, 32)), "bias": jnp.ones(32)}}
+        return params, optax.adam(0.1).init(params)
+
+    rows = strategy.placement(jax.eval_shape(make))
+    assert rows == strategy.placement(make())
+    assert {row.path: tuple(row.spec) for row in rows}["[0].dense.kernel"] == (None, "data")
+
+
 @pytest.mark.parametrize("shard_over", [2, long(None)])
 def test_divided_values_are_read_whole(shard_over: int | None) -> None:
     """Whatever gathers, reduces or shows a divided variable returns the whole array."""
