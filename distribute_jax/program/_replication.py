@@ -46,6 +46,12 @@ Reduce the predicate first, so that all replicas decide the same:
     dj.get_replica_context().all_reduce('sum', jnp.int32(pred)) > 0
 or move the collective out of the branch or loop."""
 
+_LINE_SEARCH = """
+A line search differentiates its value_fn. For a loss by dj.compute_average_loss pass
+    value_fn=lambda p: replica.all_reduce("sum", loss(replica.all_reduce("mean", p)))
+where replica = dj.get_replica_context(): the mean of the parameters, which are equal, makes the gradient \
+that of all replicas."""
+
 REDUCED = """\
 dj.Optimizer.update at {where} got gradients that are already equal on every replica; their sum would \
 be {replicas} times too large.
@@ -415,7 +421,8 @@ class ReplicationWalk(Walk):
                 what=self.control.what,
                 sources=", ".join(sorted(self.control.mark)),
             )
-            raise DeadlockError(message)
+            is_search = "optax/_src/linesearch.py" in self.control.what
+            raise DeadlockError(message + _LINE_SEARCH if is_search else message)
 
 
 _KEEPS_ZEROS = frozenset({

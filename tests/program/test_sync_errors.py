@@ -190,8 +190,36 @@ def test_a_condition_inside_a_library_is_reported_with_its_line(s4: dj.MirroredS
         return tx.update(-grad, tx.init(w), w, value=value, grad=grad, value_fn=value_fn)[0]
 
     (x,) = s4.distribute_dataset([np.arange(4.0)])
-    with pytest.raises(dj.DeadlockError, match=r"cond at optax/_src/linesearch\.py:\d+"):
+    with pytest.raises(dj.DeadlockError, match=r"cond at optax/_src/linesearch\.py:\d+") as caught:
         s4.run(step, args=(x,))
+    assert 'value_fn=lambda p: replica.all_reduce("sum", loss(replica.all' in str(caught.value)
+
+
+def test_a_line_search_that_is_written_as_its_error_says_is_that_of_one_device(
+    s4: dj.MirroredStrategy,
+):
+    """Three steps of L-BFGS, whose search takes the value and the gradient of all replicas."""
+    tx, x = optax.lbfgs(), np.random.default_rng(0).normal(size=(16, 3))
+
+    def step(w: jax.Array, state: Any, x: jax.Array) -> Any:
+        replica = dj.get_replica_context()
+
+        def loss(w: jax.Array) -> jax.Array:
+            return dj.compute_average_loss((x @ w - x.sum(1)) ** 2)
+
+        value_fn = lambda p: replica.all_reduce("sum", loss(replica.all_reduce("mean", p)))  # noqa: E731
+        value, grad = jax.value_and_grad(value_fn)(w)
+        updates, state = tx.update(grad, state, w, value=value, grad=grad, value_fn=value_fn)
+        return optax.apply_updates(w, updates), state
+
+    results = []
+    for strategy in (s4, dj.OneDeviceStrategy(0)):
+        (batch,) = strategy.distribute_dataset([x])
+        w, state = jnp.zeros(3), tx.init(jnp.zeros(3))
+        for _ in range(3):
+            w, state = strategy.run(step, args=(w, state, batch))
+        results.append(w)
+    np.testing.assert_allclose(*results, rtol=1e-4)
 
 
 def constrained(x: jax.Array) -> jax.Array:
