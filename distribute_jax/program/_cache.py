@@ -31,8 +31,8 @@ from distribute_jax.program._failures import Notices
 from distribute_jax.program._options import (
     UNVERIFIED,
     RunOptions,
+    are_of_library,
     default_run_options,
-    library_options,
 )
 from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import Program, build, preparing
@@ -163,9 +163,7 @@ class ProgramCache:
                 check_leaked_tracers(binding)
             if num_replicas(self._replicas.mesh) > 1:
                 # The library's own steps draw random numbers on each replica by design.
-                self._notices.log(
-                    binding, program, expects_random=request.options is library_options()
-                )
+                self._notices.log(binding, program, expects_random=are_of_library(request.options))
             if binding.reaches_same(before.variables, captured):
                 key = (binding.key, placement, *lookup_key[1:])
                 self._add(key, program)

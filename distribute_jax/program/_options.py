@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, cast, get_args
 
 from distribute_jax._checks import check_choice, refuse
@@ -71,18 +71,23 @@ def default_run_options() -> RunOptions:
     return RunOptions()
 
 
-def library_options() -> RunOptions:
+def library_options(verify: Verify | None = None) -> RunOptions:
     """Returns the options of the library's own steps, an object by which they are recognised.
 
-    They are compared with one device only if the environment says so.
+    They are compared with one device only if the caller or the environment says so.
     """
-    default = default_run_options()
-    return UNVERIFIED if default.verify in ("auto", "off") else _copy_of(default)
+    verify = verify or default_run_options().verify
+    return UNVERIFIED if verify in ("auto", "off") else _verifying(verify)
 
 
 @functools.cache
-def _copy_of(options: RunOptions) -> RunOptions:
-    return replace(options)
+def _verifying(verify: Verify) -> RunOptions:
+    return RunOptions(verify=verify)
+
+
+def are_of_library(options: RunOptions) -> bool:
+    """True for options that ``library_options`` returned."""
+    return options is library_options(options.verify)
 
 
 def checked_run_options(options: RunOptions | None) -> RunOptions:

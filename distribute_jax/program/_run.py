@@ -28,8 +28,8 @@ from distribute_jax.program._multi_step import can_scan, run_scanned, stacked_re
 from distribute_jax.program._options import (
     UNVERIFIED,
     RunOptions,
+    are_of_library,
     checked_run_options,
-    library_options,
 )
 from distribute_jax.program._padding_check import (
     is_proved,
@@ -247,7 +247,7 @@ class Runner:
         That is a batch norm's in ``fit``. If all replicas have equally many examples, as one replica always
         has, the step is compiled for that number. Else each computes on the rows of all, and counts its own.
         """
-        if request.options is not library_options():
+        if not are_of_library(request.options):
             return None
         call = self.cache.call(request, entry.binding)
         with self._proving(request, entry):

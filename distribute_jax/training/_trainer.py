@@ -248,7 +248,7 @@ class Trainer:
             options = _NEVER_COMPARED if self.setup.verify == "off" else None
         is_requested = self.setup.verify == "first"
         if is_requested and is_first:
-            options = RunOptions(verify="first")
+            options = RunOptions(verify="first") if of_user else library_options("first")
         check = checking_first_call(kind, self.module) if of_user and is_first else nullcontext()
         with check, hint(partial(failure_hint, kind, self.tracker(kind), is_requested)):
             outs = self.strategy._dispatch(step, batches, max_batches, options)

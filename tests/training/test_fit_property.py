@@ -125,16 +125,13 @@ def draw(seed: int) -> Options:
 def refused(o: Options) -> type[Exception] | None:
     """Returns the documented error of a combination that a strategy refuses.
 
-    Shares of different lengths have no common mean, which verify refuses in the first batch. The workers
-    of an update know what all of them have together only after the step, and run each batch with its padding.
+    The workers of an update know what all of them have together only after the step, and run each batch
+    with its padding.
     """
     if not o.batch_norm or o.trainable == "^out":
         return None
     rows = o.examples * 3 // 4 if o.validation == "split" else o.examples
     for name in [o.strategy, o.then] if o.again == "checkpoint" else [o.strategy]:
-        replicas = STRATEGIES[name]().num_replicas_in_sync
-        if o.batch % replicas and o.verify == "first":
-            return dj.NotEqualError
         if name == "servers, 2 together":
             return dj.LoweringError
         if name == "servers" and rows % o.batch:

@@ -78,6 +78,20 @@ def test_a_module_that_treats_examples_separately_passes(
     np.testing.assert_array_equal(CALLS["predict"](model), CALLS["predict"](unasked))
 
 
+class Normed(Rows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nnx.BatchNorm(1, axis_name="data", rngs=nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array) -> Any:
+        return self.norm(self.layer(x))
+
+
+def test_a_batch_norm_passes_on_shares_of_different_lengths(s4: dj.Strategy):
+    """The first batch, of 7 for 4 replicas, is run as every later one, and equals one device."""
+    make_model(s4, Normed).fit(X[:14], Y[:14], batch_size=7, verbose=0)
+
+
 def test_only_the_first_batch_is_compared(s4: dj.Strategy, monkeypatch: pytest.MonkeyPatch):
     seen: list[Any] = []
     run = type(s4).run
