@@ -103,12 +103,16 @@ def stacked_results(results: Sequence[Any]) -> Any:
 
 def _stacked(first: Any, *others: Any) -> Any:
     leaves = (first, *others)
+    shapes = {
+        leaf.part_shape if isinstance(leaf, PerReplica) else jnp.shape(leaf) for leaf in leaves
+    }
+    if len(shapes) > 1:
+        raise ArgumentError(
+            "strategy.run_steps cannot stack results whose shapes differ from step to step, as the rows of a "
+            'partial batch on one replica or with partial="shrink". Reduce them inside the step, or use '
+            "strategy.run."
+        )
     if isinstance(first, PerReplica):
-        if len({leaf.part_shape for leaf in leaves}) > 1:
-            raise ArgumentError(
-                "strategy.run_steps cannot stack results whose shapes differ from step to step, as "
-                'with shrinking batches. Use InputOptions(partial="mask"), or strategy.run.'
-            )
         arrays = jnp.stack([leaf.global_array for leaf in leaves], axis=1)
         ambiguous = _MIXED if any(leaf.counts is not None for leaf in leaves) else first.ambiguous
         return PerReplica(arrays, first.mesh, ambiguous=ambiguous, step=first.step)

@@ -94,6 +94,14 @@ def test_stacked_results_of_a_partial_batch_cannot_be_gathered(s2: dj.MirroredSt
         s2.gather(rows, axis=0)
 
 
+def test_rows_of_a_partial_batch_on_one_replica_are_not_stacked():
+    """The error says what to write; it was an error of jnp.stack."""
+    one = dj.OneDeviceStrategy("cpu:0")
+    iterator = iter(one.distribute_dataset([np.ones(4, np.float32), np.ones(3, np.float32)]))
+    with pytest.raises(ValueError, match="run_steps cannot stack results whose shapes differ"):
+        one.run_steps(lambda x: x, iterator, steps=2)
+
+
 @pytest.mark.parametrize("came", [0, 1, 2])
 def test_batches_before_an_error_of_the_source_are_run(s2: dj.MirroredStrategy, came: int):
     """As with single steps, the state includes them: no batch that was taken is lost."""
