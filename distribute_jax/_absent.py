@@ -255,6 +255,7 @@ _KEYWORDS: dict[str, dict[str, str]] = {
         "dataset": "x=dataset",
         "epoch max_epochs nb_epoch num_epochs": "epochs",
         "max_queue_size use_multiprocessing workers": "fit reads ahead by itself, see dj.InputOptions",
+        "steps_per_execution": "model.compile(steps_per_execution=…)",
     },
     "dj.callbacks.ModelCheckpoint": {
         "dirpath": "filepath",

@@ -139,7 +139,8 @@ class Model(Stateful):
                 default rate.
             loss: a function that returns one loss per example, one of ``dj.losses``, or Keras's name; for
                 several outputs a list or dict of them, like the module's outputs.
-            metrics: a list of names, functions or metric objects, or a dict of such lists by output.
+            metrics: a list of names, functions or metric objects; for several outputs a list or dict of
+                such lists.
             weighted_metrics: likewise, metrics that use the sample weights.
             loss_weights: a number for each of several losses.
             steps_per_execution: batches in one dispatch; ``"auto"`` measures the best number.
@@ -261,7 +262,8 @@ class Model(Stateful):
             validation_data: ``(x, y)`` or ``(x, y, sample_weight)``, or a source of batches.
             shuffle: whether arrays are shuffled in each epoch.
             class_weight: a dict from class number to the weight of that class in the loss.
-            sample_weight: the weight of each example in the loss, for arrays.
+            sample_weight: the weight of each example in the loss, for arrays; for several outputs
+                one array for all, or a list or dict of them.
             initial_epoch: the first epoch, to continue a training.
             steps_per_epoch: batches in an epoch; None for all that the data has.
             validation_steps: batches of a validation; None for all.

@@ -61,7 +61,8 @@ class Objective:
                     f"The loss {loss.name} has reduction={loss.reduction!r}, which leaves one number for "
                     'each example, and fit needs one for the batch. Leave it out, or pass "sum".'
                 )
-            parts[key] = loss(select_output(y, key, "targets"), output, select_weight(weight, key))
+            y_true = select_output(y, key, "targets")
+            parts[key] = loss(y_true, output, select_weight(weight, key, y))
             self.labels.note_num_classes(key, output)
         return parts
 
@@ -222,18 +223,24 @@ def select_output(tree: Any, key: Any, what: str, measured: str = "loss") -> Any
         ) from error
 
 
-def select_weight(weight: Any, key: Any) -> Any:
-    if isinstance(weight, dict):
-        return weight.get(key)
-    if isinstance(weight, (list, tuple)):
-        return weight[key] if key is not None and key < len(weight) else None
-    return weight
+def select_weight(weight: Any, key: Any, y: PyTree) -> Any:
+    """Returns the sample weights of an output: one array for all, or in the structure of the targets."""
+    if not isinstance(weight, (dict, list, tuple)):
+        return weight
+    by_key, targets = dict(_keyed(weight)), [name for name, _ in _keyed(y)]
+    if not (set(targets) >= set(by_key) if isinstance(weight, dict) else targets == [*by_key]):
+        raise ArgumentError(
+            f"sample_weight is {_describe(weight)}, and the targets are {_describe(y)}. Pass one array of "
+            "weights, which counts for all outputs, or arrays in the structure of the targets, of which "
+            "a dict may leave some out."
+        )
+    return by_key.get(key)
 
 
 def _describe(tree: Any) -> str:
     if isinstance(tree, dict):
         return f"a dict of {sorted(tree)}"
-    return f"a {type(tree).__name__}" if isinstance(tree, (list, tuple)) else "one array"
+    return f"a list of {len(tree)}" if isinstance(tree, (list, tuple)) else "one array"
 
 
 MODE_KEYWORDS = {

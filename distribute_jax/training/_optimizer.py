@@ -152,8 +152,9 @@ class Optimizer(nnx.Optimizer[Any]):
         if len(rates) != 1:
             raise ArgumentError(
                 "The learning rate of this optimizer is not part of its state, so it can be neither read nor "
-                "set. Compile with optax.adam(1e-3) or another optimizer of optax or chain of them, with "
-                'Keras\'s name, as optimizer="adam", or with optax.inject_hyperparams(make)('
+                "set. In your own loop write dj.Optimizer(model, optax.inject_hyperparams(optax.adam)("
+                "learning_rate=1e-3)). Compile with optax.adam(1e-3) or another optimizer of optax or chain "
+                'of them, with Keras\'s name, as optimizer="adam", or with optax.inject_hyperparams(make)('
                 "learning_rate=1e-3), where make(learning_rate) returns your transformation."
             )
         return rates[0]

@@ -36,15 +36,25 @@ from distribute_jax.training._objective import (
 
 def metric_slots(metrics: Any, objective: Objective) -> Iterator[tuple[Any, str, str, Any]]:
     """Yields output key, name prefix, name and metric object for each metric of ``compile``."""
+    keys = list(objective.losses)
+    if isinstance(metrics, (list, tuple)) and len(keys) > 1 and keys == [*range(len(metrics))]:
+        metrics = dict(enumerate(metrics))
     if isinstance(metrics, dict):
         outputs = [
             (key, f"{output_name(key)}_", identifiers) for key, identifiers in metrics.items()
         ]
+    elif metrics and len(keys) > 1:
+        raise ArgumentError(
+            f"compile got the metrics {brief(metrics)} for the outputs {', '.join(map(str, keys))}. With "
+            "several outputs say which metrics each has: "
+            f"metrics={{{', '.join(f'{key!r}: […]' for key in keys)}}}."
+        )
     else:
-        key = None if objective.is_single else next(iter(objective.losses))
-        outputs = [(key, "", [] if metrics is None else metrics)]
+        outputs = [(None if objective.is_single else keys[0], "", metrics)]
     for key, prefix, identifiers in outputs:
-        for identifier in identifiers if isinstance(identifiers, (list, tuple)) else [identifiers]:
+        if not isinstance(identifiers, (list, tuple)):
+            identifiers = [] if identifiers is None else [identifiers]
+        for identifier in identifiers:
             yield key, prefix, *find_metric(identifier, objective.losses.get(key))
 
 
@@ -105,9 +115,16 @@ class Tracker(nnx.Module):
                         "numbers. Make an object for each place."
                     )
                 is_repeated = is_weighted and prefix + stem in by_name
-                name = _unique_name(f"{prefix}{'weighted_' * is_repeated}{stem}", by_name)
+                name = f"{prefix}{'weighted_' * is_repeated}{stem}"
+                name = _unique_name(name, [*by_name, *self.parts])
                 by_name[name] = metric
                 self._keys[name] = (key, is_weighted)
+        names = {"loss", *self.parts, *by_name}
+        for name in sorted(name for name in names if f"val_{name}" in names):
+            raise ArgumentError(
+                f"compile got an output or a metric whose number is named {f'val_{name}'!r}, which is the "
+                f"validation's {name!r}. Rename it."
+            )
         self.metrics = nnx.Dict(by_name)
         sharding = self.loss.total.get_raw_value().sharding
         for variable in variables(self.metrics).values():  # may have been made outside the scope
@@ -130,7 +147,7 @@ class Tracker(nnx.Module):
             else:
                 y_true = None if y is None else select_output(y, key, "targets", "metric")
                 y_pred = select_output(outputs, key, "outputs", "metric")
-            sample_weight = select_weight(weight, key) if weighted else None
+            sample_weight = select_weight(weight, key, y) if weighted else None
             _update_by_keyword(name, metric, y_true, y_pred, sample_weight)
 
     def compute(self) -> dict[str, Any]:
@@ -153,7 +170,7 @@ def _named_values(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unique_name(name: str, names: Container[str]) -> str:
-    if name in {"loss", "val_loss"}:
+    if name == "loss":
         raise ArgumentError(f"compile got a metric named {name!r}, which is the name of the loss.")
     numbered = (f"{name}_{number}" for number in count(1))
     return next(candidate for candidate in chain([name], numbered) if candidate not in names)

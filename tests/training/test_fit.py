@@ -222,6 +222,21 @@ def test_several_outputs_and_added_losses(strategy: dj.Strategy):
     assert model.evaluate(X, {"a": target, "b": target}, batch_size=22)[0] < total
 
 
+class Pair(TwoHeads):
+    def __call__(self, x: jax.Array) -> Any:
+        return list(super().__call__(x).values())
+
+
+def test_a_list_of_outputs_has_a_list_of_metrics_for_each(strategy: dj.Strategy):
+    """As in Keras: each entry belongs to its output, and None to one without metrics."""
+    model = make_model(strategy, Pair, loss=["mse", "mae"], metrics=[None, ["mse"]])
+    target = X.sum(axis=1, keepdims=True)
+    logs = model.evaluate(X, [target, target], batch_size=22, return_dict=True)
+    error = X @ np.asarray(model.module.b.kernel[...]) - target
+    assert logs["output_1_mse"] == pytest.approx(np.mean(error**2), rel=1e-5)
+    assert sorted(logs) == ["loss", "output_0_loss", "output_1_loss", "output_1_mse"]
+
+
 class HalvedLoss(dj.Model):
     def train_step(self, batch: Any) -> dict[str, jax.Array]:
         x, y, _ = dj.unpack_x_y_sample_weight(batch)

@@ -27,6 +27,12 @@ class Forward(nnx.Module):
         raise AssertionError
 
 
+class Two(nnx.Linear):
+    def __call__(self, x: Any) -> Any:
+        out = super().__call__(x)
+        return {"a": out, "b": out}
+
+
 class Stops(dj.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.stop_training = True
@@ -39,6 +45,13 @@ def model(strategy: dj.Strategy, module: Any = None, **compiled: Any) -> Any:
 
 def fit(strategy: dj.Strategy, *args: Any, y: np.ndarray = Y, **compiled: Any) -> Any:
     return model(strategy, **compiled).fit(X, y, 8, 1, 0, *args)
+
+
+def fit_two(strategy: dj.Strategy, sample_weight: Any = None, **compiled: Any) -> Any:
+    two = compile_model(
+        strategy, lambda: Two(3, 1, rngs=nnx.Rngs(0)), loss={"a": "mse", "b": "mse"}, **compiled
+    )
+    return two.fit(X, {"a": Y, "b": Y}, sample_weight=sample_weight, verbose=0)
 
 
 def dataset(strategy: dj.Strategy, *parts: Any) -> Any:
@@ -182,6 +195,26 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     ),
     "compile swapped": (lambda s, _: model(s, optimizer="mse", loss="sgd"), "'sgd' is an optimizer. Swap"),
     "two weights of a loss": (lambda s, _: model(s, loss_weights=[1, 2]), r"of the 1 losses.*\[1, 2\]"),
+    "weights of one output in a list": (
+        lambda s, _: model(s).fit(X, Y, sample_weight=[Y[:, 0]], verbose=0),
+        "is a list of 1, and the targets are one array",
+    ),
+    "weights of an output that is misspelt": (
+        lambda s, _: fit_two(s, sample_weight={"aa": Y[:, 0]}), r"is a dict of \['aa'\], and the targets"
+    ),
+    "weights of named outputs in a list": (
+        lambda s, _: fit_two(s, sample_weight=[Y[:, 0]] * 2), "is a list of 2, and the targets"
+    ),
+    "metrics of several outputs in a list": (
+        lambda s, _: fit_two(s, metrics=["mae"]), r"\['mae'\] for the outputs a, b.*metrics=\{'a': \[…\], "
+    ),
+    "the rate in an own loop": (
+        lambda s, _: setattr(dj.Optimizer(linear(3)(), optax.adam(0.1)), "learning_rate", 0.01),
+        r"own loop write dj.Optimizer\(model, optax.inject_hyperparams\(optax.adam\)\(learning_rate=",
+    ),
+    "an output named val": (
+        lambda s, _: model(s, loss={"val": "mse"}), "named 'val_loss', which is the validation's 'loss'"
+    ),
     "forward": (lambda s, _: model(s, Forward()).fit(X, Y, verbose=0), "Forward has no __call__"),
     "a shape for a sample": (
         lambda s, _: dj.Model(linen.Dense(1), (1, 3)), "sample_input must be an array or a pytree"
