@@ -144,9 +144,9 @@ class Trainer:
         """Trains on the batches after the first ``done``; returns how many are done then, and the logs."""
         if not done:
             self.reset("train")
-        batches.check_not_empty("fit", limit)
         with hint(partial(dict_hint, "fit", batches)), self._training():
             self._check_labels("train", batches)
+            batches.check_not_empty("fit", limit)
             self._check_first(batches)
             done = self._loop("train", batches, callbacks, self.logs, limit, done)
         return done, self.logs()
@@ -177,9 +177,9 @@ class Trainer:
     ) -> dict[str, Any]:
         """Returns loss and metrics over the batches of a method, in evaluation mode."""
         self.reset("test")
-        batches.check_not_empty(method, limit)
         with hint(partial(dict_hint, "evaluate", batches)), mode(self.module, training=False):
             self._check_labels("test", batches)
+            batches.check_not_empty(method, limit)
             self._check_first(batches)
             callbacks.call("on_test_begin")
             done = self._loop("test", batches, callbacks, partial(self.logs, "test"), limit)
