@@ -49,6 +49,7 @@ from distribute_jax.program._placement import (
     modules_of as modules_of,
 )
 from distribute_jax.program._program import PreparationClock as PreparationClock
+from distribute_jax.program._remarks import results_are_parts as results_are_parts
 from distribute_jax.program._replica_context import (
     MergedValues as MergedValues,
     ReplicaContext as ReplicaContext,
@@ -57,4 +58,3 @@ from distribute_jax.program._replica_context import (
 from distribute_jax.program._results import per_example as per_example
 from distribute_jax.program._run import Runner as Runner
 from distribute_jax.program._state_placement import snapshot as snapshot
-from distribute_jax.program._verify import results_are_parts as results_are_parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,8 +30,12 @@ from distribute_jax.program._replication import (
     union,
 )
 from distribute_jax.program._trace import Call, Traced, state_outputs
+from distribute_jax.program._trace_errors import step_name
 from distribute_jax.program._walk import Marks
 from distribute_jax.variables import Variable, VariableAggregation
+
+results_are_parts: ContextVar[bool] = ContextVar("distribute_jax_results_are_parts", default=False)
+"""Whether the results of the replicas are summed, as by ``fit``."""
 
 _SUM = VariableAggregation.SUM
 _FOLD = (
@@ -67,6 +72,14 @@ _PART_IN_METRIC = """\
 mean over the global batch, so the metric would be {replicas} times too small. Update it with one loss for \
 each example, as metrics.update(loss=losses), or with the sum over the replicas, \
 dj.get_replica_context().all_reduce("sum", loss)."""
+_OF_SHARES = frozenset({Combine.INCREMENTS, Combine.EQUAL_INCREMENTS, Combine.JOINT})
+_VALUE_OF_METRIC = (
+    "{step} returned {result}, the value of {metric} after its update in the step, which is the old value "
+    "with one replica's share added, and its sum over the replicas is not a value of the metric. Return this "
+    "replica's part of a mean, dj.compute_average_loss(values) of one value for each example; or read the "
+    "metric outside of the step, as in on_epoch_end of a callback; in test_step, super().test_step(batch) "
+    "also reports the loss and the metrics of compile."
+)
 _OLD_VALUES = (
     "%s is written as its old value plus something, which its aggregation sums over the replicas: the old "
     "value counts %s times, as with TensorFlow's assign. To add what each replica has, write "
@@ -105,8 +118,10 @@ def remarks(
     """Returns warnings about a step, and for each array of its result whether it is a part of a mean.
 
     Raises:
-        ArgumentError: a metric averages parts of a mean.
+        ArgumentError: a metric averages parts of a mean, or ``fit`` would sum the values of one.
     """
+    if results_are_parts.get():
+        _refuse_values_of_metrics(call, traced, combine)
     parts = parts_of_means(traced.jaxpr, num_replicas(call.mesh))
     notices = list(_equal_notices(call, traced, in_marks, combine))
     notices += _summed_old_values(call, traced)
@@ -116,6 +131,33 @@ def remarks(
         notices += _parts_in_state(call, traced, parts, combine)
     are_parts = [any(not isinstance(p, ScaledPart) for p in mark) for mark in parts.outputs]
     return tuple(notices), tuple(are_parts[len(combine) :])
+
+
+def _refuse_values_of_metrics(call: Call, traced: Traced, combine: Sequence[Combine]) -> None:
+    """Raises if a result is computed from the new state of a metric, which has one replica's share."""
+    jaxpr = traced.jaxpr.jaxpr
+    states = zip(jaxpr.outvars, combine, state_outputs(call, traced), strict=False)
+    metrics = {
+        var: name.rpartition(".")[0]
+        for var, rule, (variable, name, *_) in states
+        if isinstance(variable, nnx.metrics.MetricState) and rule in _OF_SHARES
+    }
+    for eqn in jaxpr.eqns:
+        metric = next((metrics[var] for var in variables(eqn.invars) if var in metrics), None)
+        if (
+            metric is not None
+            and eqn.primitive.name != "cross_device_sum"
+            and not names_axis(eqn, DATA)
+        ):
+            metrics |= dict.fromkeys(eqn.outvars, metric)
+    names = traced.results.names
+    for result, atom in zip(names, jaxpr.outvars[len(jaxpr.outvars) - len(names) :], strict=True):
+        for var in variables([atom]):
+            if var in metrics:
+                step = step_name(call.fn)
+                raise ArgumentError(
+                    _VALUE_OF_METRIC.format(step=step, result=result, metric=metrics[var])
+                )
 
 
 def _lost_updates(traced: Traced, marks: Sequence[Mark]) -> Iterator[Notice]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -47,6 +46,7 @@ from distribute_jax.program._options import RunOptions
 from distribute_jax.program._padding_check import run_checked_for_leaks
 from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import build
+from distribute_jax.program._remarks import results_are_parts
 from distribute_jax.program._result_rows import per_example_results
 from distribute_jax.program._trace import Call, StandIn
 from distribute_jax.program._verify_float64 import in_float64
@@ -85,9 +85,6 @@ _EXACT = 1e-9
 """More than the relative difference that sums in another order make in float64."""
 _NUDGES = (1, -1, 2, -2, 3, -3, 4, -4)
 """By how many units in the last place the inputs are changed, one after the other."""
-
-results_are_parts: ContextVar[bool] = ContextVar("distribute_jax_results_are_parts", default=False)
-"""Whether the results of the replicas are summed, as by ``fit``."""
 
 _MEAN = (
     "%s returned %s, a mean over the examples of each replica. The results of the replicas are summed, so "

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_600,
-    lines_of_tests: 49_843,
+    lines: 50_639,
+    lines_of_tests: 49_871,
     files: 204,
     pieces: 0,
     private_words: 0,

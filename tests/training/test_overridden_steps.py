@@ -93,3 +93,31 @@ def test_a_step_reaches_what_a_subclass_adds(s4: dj.Strategy):
     assert float(model.seen.result()) == pytest.approx(float(Y.mean()), rel=1e-5)
     assert np.array_equal(model.second.kernel[...], model.module.kernel[...])
     assert np.any(model.second.kernel[...])
+
+
+class Tracked(dj.Model):
+    """Keras's habit: the step updates a metric, and returns its value."""
+
+    def test_step(self, batch: Any) -> Any:
+        x, y, _ = dj.unpack_x_y_sample_weight(batch)
+        errors = abs(self.module(x) - y)[:, 0]
+        self.error.update_state(errors)
+        replica = dj.get_replica_context()
+        self.last[...] = replica.all_reduce("sum", dj.compute_average_loss(errors))
+        return {"error": self.error.result() if self.running else self.last[...]}
+
+
+def test_the_value_of_a_metric_that_the_step_updated_is_refused(s4: dj.Strategy):
+    """Its sum over the replicas would be nearly four times the value, and evaluation did not log that."""
+    with s4.scope():
+        model = Tracked(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+        model.error, model.last = dj.metrics.Mean(), nnx.metrics.MetricState(jnp.zeros(()))
+    model.compile()
+    model.running = True
+    with pytest.raises(
+        dj.ArgumentError, match=r"test_step returned .*error.*value of .*error after"
+    ):
+        model.evaluate(X, Y, verbose=0)
+    model.running = False
+    last = model.evaluate(X, Y, verbose=0, return_dict=True)["error"]
+    assert float(model.error.result()) == pytest.approx(last, rel=1e-5)
