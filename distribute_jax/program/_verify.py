@@ -92,6 +92,12 @@ _MEAN = (
     "value for each example."
 )
 
+_NO_PART = (
+    "%s returned %s, whose sum over the replicas, %.4g, is reported and is not that of one device, %.4g: "
+    "return this replica's part of a mean, dj.compute_average_loss(values) of one value for each example, or "
+    "a value that is equal on all replicas: a maximum is that of dj.get_replica_context().all_gather(values)."
+)
+
 _TOO_SMALL = (
     "%s changes these variables by hardly more than their rounding, so verify cannot tell whether the "
     "change is that of one device:\n%s\nTo check them, run the step once with a larger learning rate, or in "
@@ -213,15 +219,17 @@ class _Comparison:
         )
 
     def log_means(self) -> None:
-        """Logs once each scalar result that is a mean, where the results are summed."""
+        """Logs once each scalar result that is a mean, or another number, where the results are summed."""
         _, _, _, many, one = self._native
         for k, name in enumerate(self.entry.output_names() if results_are_parts.get() else []):
             if k < self.entry.state_size or one[k].shape or many[k].shape[:1] != (self._replicas,):
                 continue
             each, alone = (np.asarray(on_host(value), np.float64) for value in (many[k], one[k]))
+            step, total = self.entry.step, each.sum()
             if alone and np.isclose(each.mean(), alone, 1e-3):
-                step = self.entry.step
                 log_once(_MEAN, step, name, self._replicas, about=(step, name))
+            elif abs(total - alone) > 0.02 * abs(each).sum():  # more than the rounding of bfloat16
+                log_once(_NO_PART, step, name, total, alone, about=(step, name))
 
     def differences(self) -> tuple[list[str], list[str]]:
         """Returns a line for each output that differs, and for each that changed too little to compare.

@@ -510,18 +510,23 @@ def test_a_train_step_that_is_meant_to_differ_turns_the_comparison_off(s2: dj.St
     assert len(model.fit(X, Y, batch_size=8, verbose=0).history["loss"]) == 1
 
 
-def test_a_mean_that_an_evaluation_reports_is_logged(
+def test_a_mean_or_a_maximum_that_an_evaluation_reports_is_logged(
     s2: dj.Strategy, caplog: pytest.LogCaptureFixture
 ):
+    """Their sums over the replicas are reported, of which that of a maximum was not logged."""
+
     class Reporting(dj.Model):
         def test_step(self, batch: Any) -> Any:
-            return {"size": batch[0].mean()}
+            part = dj.compute_average_loss(batch[0][:, 0])
+            return {"size": batch[0].mean(), "top": batch[0].max(), "part": part}
 
     with s2.scope():
         model = Reporting(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
     model.compile("sgd", "mse")
-    model.evaluate(np.ones((4, 1), np.float32), verbose=0)
+    model.evaluate(np.array([[1], [2], [3], [6]], np.float32), verbose=0)
     assert "test_step returned result['size'], a mean" in caplog.text
+    assert "test_step returned result['top'], whose sum over the replicas, 8, is" in caplog.text
+    assert "result['part']" not in caplog.text
 
 
 def test_fit_is_compared_without_the_padding_that_a_batch_norm_does_not_need(
