@@ -159,9 +159,9 @@ def doing(phase: str) -> AbstractContextManager[None]:
 
 
 def calling(call: Callable[..., Any], *args: Any, phase: str) -> Any:
-    """Returns the result of a call of each step, and reports what the main thread is doing meanwhile.
+    """Calls a function, and reports what the main thread is doing meanwhile, as ``doing`` does.
 
-    Unlike ``doing`` it costs nothing where nobody watches.
+    It is for what each step calls: without a supervisor or watchdog it costs no context manager.
     """
     if not _activity.watched:
         return call(*args)

@@ -186,7 +186,7 @@ def is_proved_but_for_norms(call: Call, entry: BoundProgram) -> bool:
 
 
 def _is_proved_but_for_norms(call: Call, entry: BoundProgram) -> bool:
-    norms = [norm for norm in _written_batch_norms(entry) if not norm.use_running_average]
+    norms = [norm for norm in _written_batch_norms(entry) if norm.use_running_average is False]
     sizes, jaxpr = entry.program.traced.sizes, entry.program.traced.jaxpr.jaxpr
     stats = [k for k, v in enumerate(entry.outputs) if isinstance(v, nnx.BatchStat)]
     has_mask = max(needed_only(jaxpr, stats)[1], default=0) >= sum(sizes[:3])

@@ -188,7 +188,7 @@ def values_from_function(value_fn: Callable[[Any], Any], context: Any, mesh: Mes
     copied = lambda x: x.copy() if isinstance(x, np.ndarray) else x  # noqa: E731
     nests = [jax.tree.map(copied, value_fn(context(i, count))) for i in local_replicas(mesh)]
     for leaf in jax.tree.leaves(nests):
-        check_not_masked(leaf, "A per-replica value")
+        check_not_masked(leaf, method)
         # An int that is too large has dtype object too; check_int_range refuses it below.
         if not (is_key(leaf) or isinstance(leaf, int) or devices_hold(np.asarray(leaf).dtype)):
             raise ArgumentError(

@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 50_647,
-    lines_of_tests: 49_876,
+    lines_of_tests: 49_880,
     files: 204,
     pieces: 0,
     private_words: 0,
