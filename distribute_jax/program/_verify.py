@@ -41,7 +41,6 @@ from distribute_jax.program._compare import (
     same_specials,
     spacing_of,
 )
-from distribute_jax.program._lowerings import returned_arguments
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._padding_check import run_checked_for_leaks
 from distribute_jax.program._placement import Replicas
@@ -58,6 +57,7 @@ from distribute_jax.program._verify_outputs import (
     derived,
     draws_random_numbers,
     every_output,
+    next_values,
     scales_by_number,
 )
 
@@ -363,7 +363,7 @@ def _old_inputs(call: Call, entry: BoundProgram) -> list[int | None]:
     for index, size in zip(traced.written, traced.written_sizes, strict=True):
         start, end = traced.input_starts[index : index + 2]
         old += list(range(start, end)) if end - start == size else [None] * size
-    first, of_result = sum(traced.written_sizes), dict(returned_arguments(call, traced))
+    first, of_result = sum(traced.written_sizes), next_values(call, entry.program)
     old += [of_result.get(first + k) for k in range(len(traced.results.names))]
     # The program takes only the inputs that it reads, in another order.
     position = {i: at for at, i in enumerate(entry.program.order)}

@@ -22,8 +22,16 @@ from distribute_jax.program._aggregation import Combine, keeps_own_values
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._capture import captures
-from distribute_jax.program._jaxprs import RANDOM, equations, has_effects, is_literal, line
-from distribute_jax.program._plan import model_shaped
+from distribute_jax.program._jaxprs import (
+    RANDOM,
+    equations,
+    has_effects,
+    is_literal,
+    line,
+    needed_only,
+)
+from distribute_jax.program._lowerings import returned_arguments
+from distribute_jax.program._program import Program
 from distribute_jax.program._trace import Call, Traced
 from distribute_jax.program._undo import StepCounts
 from distribute_jax.variables import Variable, VariableAggregation, aggregated, on_replicas
@@ -41,13 +49,15 @@ def compared_outputs(call: Call, entry: BoundProgram, flat: list[Any]) -> list[i
     These are the state for the next step. Other results, and metrics, may be meant for each replica.
     """
     program, plan = entry.program, entry.program.plan
-    returned = [k for one in model_shaped(call, program.traced) for k in one.results]
+    rules = zip(plan.combine, _written(entry), strict=True)
+    state = [k for k, (rule, v) in enumerate(rules) if _equals_one_device(rule, v)]
+    returned = [k for k in next_values(call, program) if k not in state]
     kinds = nnx.Param, nnx.OptState
     trained = any(isinstance(v, kinds) or _is_optimizer_state(v) for v in entry.outputs)
     batches = [v for v in call.arguments.data if isinstance(v, PerReplica)]
     statistics = any("batch_stats" in name for name in entry.output_names())
     if (
-        not (trained or returned)
+        not (trained or returned or _reads_batch(call, program.traced, state))
         or not is_local(call.mesh)
         or any(v.layout is Layout.STACKED for v in batches)
         or statistics
@@ -60,9 +70,39 @@ def compared_outputs(call: Call, entry: BoundProgram, flat: list[Any]) -> list[i
     arrays = (x for x in flat if isinstance(x, jax.Array) and id(x) not in batch)
     if sum(x.nbytes for x in arrays) >= _MAX_BYTES:
         return []
-    rules = zip(plan.combine, _written(entry), strict=True)
-    state = [k for k, (rule, v) in enumerate(rules) if _equals_one_device(rule, v)]
-    return [*state, *(entry.state_size + k for k in returned)]
+    return [*state, *returned]
+
+
+def next_values(call: Call, program: Program) -> dict[int, int]:
+    """Returns the outputs that are the new values of arguments, each with the input that has the old one.
+
+    Other arrays than those of a result with the structure of an argument are such if they are equal on all
+    replicas, and computed from the batch and from an array of the same shape and dtype.
+    """
+    traced, start = program.traced, sum(program.traced.sizes[:2])
+    pairs = dict(returned_arguments(call, traced))
+    ins, outs = traced.jaxpr.jaxpr.invars, traced.jaxpr.jaxpr.outvars
+    data = enumerate(call.arguments.data, start)
+    old = [*range(traced.sizes[0], start), *(i for i, v in data if not isinstance(v, PerReplica))]
+    for k, mirrored in enumerate(program.plan.mirrored, sum(traced.written_sizes)):
+        is_new = mirrored and k not in pairs and outs[k].aval.shape
+        same = [i for i in old if is_new and _aval(ins[i]) == _aval(outs[k])]
+        reads = needed_only(traced.jaxpr.jaxpr, [k])[1] if same else set()
+        free = (i for i in same if i in reads and i not in pairs.values())
+        if (i := next(free, None)) is not None and _reads_batch(call, traced, [k]):
+            pairs[k] = i
+    return pairs
+
+
+def _aval(var: Any) -> tuple[Any, Any]:
+    return var.aval.shape, var.aval.dtype
+
+
+def _reads_batch(call: Call, traced: Traced, outputs: Sequence[int]) -> bool:
+    """True if an output is computed from a distributed batch."""
+    reads, start = needed_only(traced.jaxpr.jaxpr, outputs)[1], sum(traced.sizes[:2])
+    data = enumerate(call.arguments.data, start)
+    return any(i in reads for i, value in data if isinstance(value, PerReplica))
 
 
 def every_output(entry: BoundProgram) -> list[int]:

@@ -163,6 +163,44 @@ def test_state_that_a_function_takes_and_returns_is_compared(
         s4.run(step, args=("sum", state, *batch))
 
 
+@pytest.mark.parametrize("kind", [nnx.Variable, dj.Variable, "an argument", "captured"])
+def test_weights_without_a_type_that_says_so_are_compared(s4: dj.MirroredStrategy, kind: Any):
+    """Variables of other types, and arrays outside of a pytree; the order of the results is free."""
+    with s4.scope():
+        array = jnp.ones(8)
+        weights = kind(array) if callable(kind) else None
+    held = {"old": array}
+    (batch,) = s4.distribute_dataset([(X, X[:, 0])])
+
+    def step(op: str, x: jax.Array, y: jax.Array, old: jax.Array | None = None) -> Any:
+        old = held["old"] if kind == "captured" else weights[...] if weights is not None else old
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w - y) ** 2))(old)
+        new = old - 1e-3 * context().all_reduce(op, gradient)
+        if weights is None:
+            return loss, new
+        weights[...] = new
+
+    more = (array,) if kind == "an argument" else ()
+    s4.run(step, args=("mean", *batch, *more))
+    with pytest.raises(dj.NotEqualError, match=r"4\.000 = number of replicas"):
+        s4.run(step, args=("sum", *batch, *more))
+
+
+def test_a_variance_that_is_a_mean_of_variances_is_refused_without_training(
+    s4: dj.MirroredStrategy,
+):
+    with s4.scope():
+        mean, variance = nnx.Variable(jnp.zeros(8)), nnx.Variable(jnp.ones(8))
+    (batch,) = s4.distribute_dataset([X])
+
+    def step(x: jax.Array) -> None:
+        mean[...] = 0.9 * mean[...] + 0.1 * context().all_reduce("mean", x.mean(0))
+        variance[...] = 0.9 * variance[...] + 0.1 * context().all_reduce("mean", x.var(0))
+
+    with pytest.raises(dj.NotEqualError, match="\n  variance: differs by"):
+        s4.run(step, args=(batch,))
+
+
 def test_a_step_that_changes_nothing_at_first_is_compared_again(s4: dj.MirroredStrategy):
     """Such as a step whose learning rate warms up from 0."""
     model, optimizer = classifier(s4, optax.sgd(optax.linear_schedule(0.0, 0.1, 10)))
