@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -205,15 +205,19 @@ _NOISE_FACTOR = 8
 """A difference of up to so many times the change by nudged inputs is taken for rounding."""
 
 
-def nudged_outcomes(entry: BoundProgram, flat: Sequence[Any]) -> list[list[Any]]:
-    """Runs a program on inputs that are changed in the last digit, up and down.
+NUDGES = (1, -1, 2, -2, 3, -3, 4, -4)
+"""By how many units in the last place the inputs are changed, one after the other."""
+
+
+def nudged_outcomes(entry: BoundProgram, flat: Sequence[Any]) -> Iterator[list[Any]]:
+    """Runs a program on inputs that are changed in the last digits, up and down.
 
     The last digit is that of the program's least precise dtype. New state is corrected by the change of the
     old state, since only what the step adds to it matters.
     """
     spacing = coarsest(entry.program.traced.jaxpr.jaxpr)
     old = range(entry.state_size)
-    return [nudged_outcome(entry.execute, flat, sign * spacing, old) for sign in (1, -1)]
+    return (nudged_outcome(entry.execute, flat, times * spacing, old) for times in NUDGES)
 
 
 def nudged_outcome(

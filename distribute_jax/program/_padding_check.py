@@ -273,8 +273,11 @@ def _refuse_differing(
     if differing:
         again = numbers(entry.execute(copied(flat)))
         differing = [k for k in differing if exactly_equal(one[k], again[k])]
-    if differing and nudged:
-        near = list(map(numbers, nudged_outcomes(entry, flat)))
+    near: list[list[Any]] = []
+    for outcome in nudged_outcomes(entry, flat) if nudged else ():
+        if not differing:
+            break
+        near.append(numbers(outcome))
         differing = [k for k in differing if differ(k, near)]
     if differing:
         sizes = {k: largest(finite(one[k]) - finite(other[k])) for k in differing}

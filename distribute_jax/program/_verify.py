@@ -24,6 +24,7 @@ from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import Combine
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._compare import (
+    NUDGES,
     OTHER_ORDER,
     Array,
     Verdict,
@@ -83,9 +84,6 @@ _RANDOM = (
 
 _EXACT = 1e-9
 """More than the relative difference that sums in another order make in float64."""
-_NUDGES = (1, -1, 2, -2, 3, -3, 4, -4)
-"""By how many units in the last place the inputs are changed, one after the other."""
-
 _MEAN = (
     "%s returned %s, a mean over the examples of each replica. The results of the replicas are summed, so "
     "it is reported %s times too large: return this replica's part, dj.compute_average_loss(values) of one "
@@ -240,7 +238,7 @@ class _Comparison:
         differing = self._without_derived(self._compare(self._native, self.chosen))
         if differing:
             # Often a few entries, such as gradients near 0, are rounding. Nudging compiles no program.
-            near = [self._nudged(self._native, times) for times in _NUDGES[:2]]
+            near = [self._nudged(self._native, times) for times in NUDGES[:2]]
             differing = self._compare(self._native, differing, near=near)
             noise = [k for k, (verdict, _) in differing.items() if verdict is Verdict.NOISE]
             if not self._strict and 2 * len(noise) < len(self.chosen):
@@ -298,7 +296,7 @@ class _Comparison:
         """
         unequal = self._compare(outcomes, indices, relative, only=Verdict.UNEQUAL)
         near: list[list[Any]] = []
-        for times in _NUDGES:
+        for times in NUDGES:
             if not unequal:
                 break
             near.append(self._nudged(outcomes, times))

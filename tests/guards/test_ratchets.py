@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_647,
-    lines_of_tests: 49_880,
+    lines: 50_692,
+    lines_of_tests: 49_934,
     files: 204,
     pieces: 0,
     private_words: 0,

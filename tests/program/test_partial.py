@@ -552,6 +552,22 @@ def test_rounding_in_half_precision_is_not_a_leak():
     assert float(total[...]) == pytest.approx(0.01 * x.sum(), rel=1e-2)
 
 
+@pytest.mark.parametrize("seed", [36, 45])
+def test_terms_that_cancel_up_to_rounding_are_not_a_leak(seed: int):
+    """As in the gradient of a bias by a loss of differences; inputs changed by one digit may cancel exactly."""
+    strategy = dj.OneDeviceStrategy("cpu:0")
+    with strategy.scope():
+        total = nnx.Variable(jnp.zeros(()))
+
+    def step(x: jax.Array) -> None:
+        real = jnp.where(dj.get_replica_context().batch_mask, x, 0)
+        total[...] += _added(_added(real.reshape(8, -1).T)) - jnp.sum(real)
+
+    x = np.random.default_rng(seed).uniform(1, 2, size=53).astype(np.float32)
+    for batch in strategy.distribute_dataset([x[:32], x[32:]]):
+        strategy.run(step, args=(batch,))
+
+
 @pytest.mark.parametrize("verified", ["off", "auto", "first"])
 def test_a_step_that_counts_its_traces_is_compiled_once(s4: dj.MirroredStrategy, verified: Any):
     """Full and partial batches have one program each, although every trace changes a captured object."""
