@@ -554,7 +554,7 @@ def test_rounding_in_half_precision_is_not_a_leak():
 
 @pytest.mark.parametrize("seed", [36, 45])
 def test_terms_that_cancel_up_to_rounding_are_not_a_leak(seed: int):
-    """As in the gradient of a bias by a loss of differences; inputs changed by one digit may cancel exactly."""
+    """As in the gradient of a bias by a loss of differences; those of changed inputs may be exactly 0."""
     strategy = dj.OneDeviceStrategy("cpu:0")
     with strategy.scope():
         total = nnx.Variable(jnp.zeros(()))

@@ -176,9 +176,9 @@ def test_weights_without_a_type_that_says_so_are_compared(s4: dj.MirroredStrateg
         old = held["old"] if kind == "captured" else weights[...] if weights is not None else old
         loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w - y) ** 2))(old)
         new = old - 1e-3 * context().all_reduce(op, gradient)
-        if weights is None:
-            return loss, new
-        weights[...] = new
+        if weights is not None:
+            weights[...] = new
+        return loss, new
 
     more = (array,) if kind == "an argument" else ()
     s4.run(step, args=("mean", *batch, *more))
