@@ -46,12 +46,12 @@ def _average(x: jax.Array) -> Any:
     return dj.get_replica_context().all_reduce("sum", dj.compute_average_loss(x))
 
 
-def judge(seed: int) -> Outcome:
+def judge(seed: int, calls: int = CALLS) -> Outcome:
     """Runs both programs of a seed, and compares results and all variables after each call."""
     strategy = dj.MirroredStrategy(list(range(REPLICAS[seed % len(REPLICAS)])))
     program, plain = Program(seed, _average, strategy.scope), Program(seed, jnp.mean, nullcontext)
     with _silence():
-        for number, x in enumerate(batches(seed, CALLS)):
+        for number, x in enumerate(batches(seed, calls)):
             step, arguments = plain.call()
             expected = step(jnp.asarray(x), *arguments)
             try:
@@ -64,7 +64,7 @@ def judge(seed: int) -> Outcome:
                 return Outcome("wrong", f"call {number}: {difference}; {plain.happened}", number)
             for each in (program, plain):
                 each.change()
-    return Outcome("right", "", CALLS)
+    return Outcome("right", "", calls)
 
 
 @contextmanager

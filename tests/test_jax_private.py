@@ -228,6 +228,7 @@ def test_before_exit_runs_while_threads_may_start() -> None:
         assert done.stdout == "worked in another thread\n", done.stderr
 
 
+@pytest.mark.exhaustive
 def test_backend_is_started_is_true_once_a_device_was_used() -> None:
     jnp.ones(1)
     with naming_versions("backend_is_started", "JAX"):

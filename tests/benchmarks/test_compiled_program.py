@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import pytest
+from cases import long
 
 from benchmarks._inside import compiled_of
 from benchmarks._steps import mesh_of, mirrored, shard_map_parts
@@ -44,12 +45,8 @@ def hand_written(work: Workload, replicas: int, *, summed: bool = True) -> Any:
     ("work", "replicas"),
     [
         (MLP, 4),
-        *(pytest.param(MLP, n, marks=pytest.mark.exhaustive) for n in (2, 8)),
-        *(
-            pytest.param(work, n, marks=pytest.mark.exhaustive)
-            for work in (DEEP, CNN, SMALL_TRANSFORMER, SMALL_RESNET)
-            for n in (2, 4)
-        ),
+        *(long(MLP, n) for n in (2, 8)),
+        *(long(work, n) for work in (DEEP, CNN, SMALL_TRANSFORMER, SMALL_RESNET) for n in (2, 4)),
     ],
     ids=lambda value: value if isinstance(value, int) else value.name,
 )
@@ -64,9 +61,10 @@ def test_run_compiles_to_the_hand_written_program(work: Workload, replicas: int)
     assert ours["all-reduces"] == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "work",
-    [MLP, *(pytest.param(w, marks=pytest.mark.exhaustive) for w in (DEEP, CNN, SMALL_TRANSFORMER))],
+    [MLP, DEEP, CNN, SMALL_TRANSFORMER],
     ids=lambda work: work.name,
 )
 def test_one_replica_sums_nothing(work: Workload) -> None:
@@ -82,6 +80,7 @@ def test_one_replica_sums_nothing(work: Workload) -> None:
     assert ours["temporaries"] <= 1.01 * theirs["temporaries"]
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_does_more_is_distinguished() -> None:
     jitted, state, batch = shard_map_parts(MLP, mesh_of(4))
     more = jax.jit(lambda *flat: [*jitted(*flat)[:-1], flat[0] * 2])

@@ -175,6 +175,7 @@ def test_pipes_links_and_sparse_files_are_not_read(steps: Path, what: str, kind:
     assert kind != "a link" or "is a link" in text or "neither a file nor a folder" in text
 
 
+@pytest.mark.exhaustive
 def test_orbax_arrays_larger_than_in_the_manifest_are_not_read(steps: Path) -> None:
     """A gigabyte of zeros takes some kilobytes on the disk."""
 

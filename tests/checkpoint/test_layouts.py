@@ -67,6 +67,7 @@ def test_on_read_variables_are_saved_as_they_read(
         assert float(target[...]) == value + (replicas if aggregation is SUM else 1)
 
 
+@pytest.mark.exhaustive
 def test_an_integer_sum_that_does_not_divide_keeps_its_remainder_on_replica_0(
     s2: dj.MirroredStrategy, s4: dj.MirroredStrategy, tmp_path: Path
 ) -> None:
@@ -190,6 +191,7 @@ def test_training_goes_on_under_another_strategy(tmp_path: Path) -> None:
         np.testing.assert_allclose(later, losses[2:], rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_a_restore_replaces_state_that_a_failed_step_has_donated(
     s2: dj.MirroredStrategy, tmp_path: Path
 ) -> None:
@@ -222,6 +224,7 @@ def test_the_next_step_does_not_change_what_is_saved(
     assert len(set(weights)) == 6
 
 
+@pytest.mark.exhaustive
 def test_a_save_in_another_thread_waits_for_the_step(
     s2: dj.MirroredStrategy, tmp_path: Path
 ) -> None:

@@ -118,6 +118,7 @@ def test_several_steps_in_one_dispatch_are_never_divided(tmp_path: Path):
     assert totals == [sum(range(96))]
 
 
+@pytest.mark.exhaustive
 def test_a_termination_watcher_preempts_the_loop(tmp_path: Path):
     """A function that returns True has the effect of the signal."""
     loop = Loop(dj.OneDeviceStrategy("cpu:0"))

@@ -185,6 +185,7 @@ def train_until_exit(counting: Counting) -> tuple[Any, int]:
     return exit_info.value.code, len(counting.manager.all_steps())
 
 
+@pytest.mark.exhaustive
 def test_maintenance_of_a_compute_engine_host_is_noticed(
     compute_engine: MetadataServer, tmp_path: Path
 ):

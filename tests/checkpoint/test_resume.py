@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 
 import distribute_jax as dj
@@ -115,8 +116,8 @@ def is_key(leaf: Any) -> bool:
     ("source", "replicas"),
     [
         ("grain", 4),
-        *(pytest.param("arrays", n, marks=pytest.mark.exhaustive) for n in (1, 2, 4, 8)),
-        *(pytest.param("grain", n, marks=pytest.mark.exhaustive) for n in (1, 2, 8)),
+        *(long("arrays", n) for n in (1, 2, 4, 8)),
+        *(long("grain", n) for n in (1, 2, 8)),
     ],
 )
 def test_an_interrupted_training_run_equals_an_uninterrupted_one_bitwise(

@@ -22,6 +22,7 @@ def by_subject(findings):
     return {finding.subject: (finding.state, finding.fix) for finding in findings}
 
 
+@pytest.mark.exhaustive
 def test_a_sound_machine_has_nothing_to_fix(monkeypatch, capsys, port):
     """Versions, devices, cluster, names, the port: a line each, and the exit code is 0."""
     monkeypatch.delenv("TF_CONFIG", raising=False)

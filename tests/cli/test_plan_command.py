@@ -26,6 +26,7 @@ print("ran")
 """
 
 
+@pytest.mark.exhaustive
 def test_the_first_step_of_a_program_is_planned_and_not_run(tmp_path: Path) -> None:
     """A script beside a module that it imports, with arguments, for two numbers of replicas."""
     (tmp_path / "other.py").write_text("SIZE = 64\n")

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algorithms import ALGORITHMS, OWN, context, locals_of, on_replicas, strategy_with
+from cases import long
 from flax import nnx
 
 import distribute_jax as dj
 from distribute_jax.collectives._cross_device_ops import _default_group_size
 
-REPLICAS = [4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 8))]
+REPLICAS = [4, *(long(n) for n in (1, 2, 8))]
 SOME = ("default", "hierarchical, 1 packs", "ring, 1 packs", "to one")
 every_algorithm = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in SOME else pytest.mark.exhaustive) for n in ALGORITHMS]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algorithms import ALGORITHMS, context, locals_of, on_replicas, strategy_with
+from cases import long
 
 import distribute_jax as dj
 
@@ -122,7 +123,7 @@ def of_the_default() -> list[Any]:
     "name",
     [
         "hierarchical, 1 packs",
-        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("ring, 1 packs", "to one")),
+        *(long(n) for n in ("ring, 1 packs", "to one")),
     ],
 )
 def test_every_derivative_is_that_of_the_default(name: str):

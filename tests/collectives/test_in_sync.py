@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
@@ -127,7 +128,7 @@ OTHERS = (
     *(jnp.uint4, jnp.int8, jnp.uint8, jnp.int16, jnp.int32, jnp.uint32),
     *(jnp.float8_e4m3fn, jnp.float16),
 )
-DTYPES = [*EACH_WIDTH, *(pytest.param(dtype, marks=pytest.mark.exhaustive) for dtype in OTHERS)]
+DTYPES = [*EACH_WIDTH, *(long(dtype) for dtype in OTHERS)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: jnp.dtype(dtype).name)

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from cases import long
 from example_program import ROOT, output
 
 GALLERY = ROOT / "examples" / "gallery"
@@ -42,7 +43,7 @@ def losses_of(text: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> list[
 
 @pytest.mark.parametrize(
     ("name", "replicas"),
-    [pytest.param(name, n, marks=pytest.mark.exhaustive) for name in NAMES for n in (1, 4)],
+    [long(name, n) for name in NAMES for n in (1, 4)],
 )
 def test_a_program_has_the_losses_of_the_plain_flax_program(
     name: str, replicas: int, monkeypatch: pytest.MonkeyPatch

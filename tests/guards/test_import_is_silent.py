@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import long
 
 import distribute_jax as dj
 
@@ -108,6 +109,7 @@ assert not any(isinstance(value, jax.core.Tracer) for table in ours for value in
 """
 
 
+@pytest.mark.exhaustive
 def test_a_name_first_read_while_a_step_is_traced_loads_its_part_and_nothing_else() -> None:
     effects = effects_of(_ALL_IN_A_STEP, ROOT)
     assert set(effects["loaded"]) == set(LATER) - {"distribute_jax.cli"}
@@ -136,8 +138,8 @@ BROKEN = {
 @pytest.mark.parametrize(
     "shown",
     [
-        pytest.param(set(BROKEN), marks=pytest.mark.exhaustive, id="all"),
-        *(pytest.param({name}, marks=pytest.mark.exhaustive, id=name) for name in BROKEN),
+        long(set(BROKEN), id="all"),
+        *(long({name}, id=name) for name in BROKEN),
     ],
 )
 def test_a_package_with_an_effect_is_reported(shown: set[str], tmp_path: Path) -> None:

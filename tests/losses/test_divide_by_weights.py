@@ -53,6 +53,7 @@ def test_loss_and_gradient_are_those_of_one_device_for_any_division_of_the_weigh
         np.testing.assert_allclose(gradient, expected[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_gradients_go_through_weights_that_depend_on_the_model(strategy: dj.Strategy):
     """The divisor is part of the loss: its gradient is summed over the replicas as well."""
     x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)

@@ -180,6 +180,7 @@ def test_numbers_of_keras():
     assert found == pytest.approx(KERAS, abs=6e-5)
 
 
+@pytest.mark.exhaustive
 def test_logits_far_from_zero_have_losses_and_gradients():
     """Log-sum-exp, rather than the logarithm of a probability that was rounded to 0."""
     sparse = losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -214,6 +215,7 @@ def test_the_loss_of_a_label_that_is_not_a_class_is_nan():
     assert np.isnan(found).tolist() == [False, True, True]
 
 
+@pytest.mark.exhaustive
 def test_losses_of_narrow_outputs_are_computed_in_float32_by_default():
     y = jnp.full((4, 3), 1 / 3, jnp.bfloat16)
     assert losses.MeanSquaredError().per_example(y, y).dtype == jnp.float32

@@ -153,6 +153,7 @@ def test_a_computed_statistic_outlives_the_next_step(s2: dj.MirroredStrategy):
     assert [float(statistics.mean) for statistics in kept] == [3.5, 7.5]
 
 
+@pytest.mark.exhaustive
 def test_weights_in_welford_equal_repeated_values(strategy: dj.Strategy):
     metric = create(strategy, Welford)
     x = np.arange(13, dtype=np.float32)
@@ -306,6 +307,7 @@ def test_compute_inside_run_before_and_after_an_update(s4: dj.MirroredStrategy):
     assert float(metric.compute()) == 3.5
 
 
+@pytest.mark.exhaustive
 def test_metrics_pass_the_comparison_with_one_device(s4: dj.MirroredStrategy):
     """verify runs the step on one device as well and compares every variable of the metrics."""
     metric = create(s4, lambda: MultiMetric(mean=Average(), spread=Welford()))

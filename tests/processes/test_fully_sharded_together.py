@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import long
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -209,7 +210,7 @@ def create_in_job():
     }
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.fixture(scope="module", params=[2, long(4)])
 def processes(request):
     """Returns the number of processes, of two devices each."""
     return request.param

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import linen, nnx
 
 import distribute_jax as dj
@@ -50,9 +51,7 @@ def trained(strategy: dj.Strategy, axis: str, options: dj.RunOptions | None = No
     return jax.tree.leaves((outs, nnx.state(net)))
 
 
-@pytest.mark.parametrize(
-    "lowering", ["shard_map", pytest.param("pmap", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("lowering", ["shard_map", long("pmap")])
 def test_the_axis_has_the_name_that_the_strategy_was_given(lowering: Any):
     """The bits are those of the same step over "data", in every lowering."""
     options = dj.RunOptions(lowering=lowering)
@@ -81,6 +80,7 @@ def test_every_strategy_takes_the_name(make: Any):
         make(0)
 
 
+@pytest.mark.exhaustive
 def test_the_error_for_an_unbound_axis_names_the_axis_to_use(s2: dj.MirroredStrategy):
     """Flax's and Linen's batch norm, for which JAX's error says to use shard_map."""
     with s2.scope():

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 
 import distribute_jax as dj
@@ -243,9 +244,7 @@ WAYS: dict[str, Callable[[], Way]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "kind", ["number", "array", pytest.param("large array", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("kind", ["number", "array", long("large array")])
 def test_a_changed_value_is_never_stale(s2: dj.MirroredStrategy, way: str, kind: str):
     """A number or array in anything that run follows is read again after it changed."""
     make: dict[str, Callable[[float], Any]] = {
@@ -789,6 +788,7 @@ class Config(dict[str, float]):
 SCALE = 1.0
 
 
+@pytest.mark.exhaustive
 def test_attributes_and_methods_of_a_dict_subclass_are_followed(
     s2: dj.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
 ):
@@ -804,7 +804,7 @@ def test_attributes_and_methods_of_a_dict_subclass_are_followed(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("replicas", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("replicas", [4, 1])
 @pytest.mark.parametrize("layer", ["SpectralNorm", "WeightNorm"])
 def test_layers_of_flax_that_keep_arrays_in_dicts_train(replicas: int, layer: str):
     """Flax writes their plain arrays back unchanged when it differentiates the module."""
@@ -901,6 +901,7 @@ def test_an_array_that_the_step_assigns_in_the_place_of_another_is_refused(s2: d
     assert model.table is table
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 def test_a_variable_that_the_step_removes_is_not_checked(s2: dj.MirroredStrategy):
     """Intermediates of an earlier forward pass that the step pops are removed, as under nnx.jit."""
@@ -941,6 +942,7 @@ def test_a_captured_model_may_be_called_by_its_module(s2: dj.MirroredStrategy):
     np.testing.assert_allclose(s2.run(lambda x: model(x), args=(x,)), model.module(x))
 
 
+@pytest.mark.exhaustive
 def test_another_weak_type_of_a_captured_array_is_another_program(s2: dj.MirroredStrategy):
     """A weakly typed number takes the dtype of what it meets; a float32 widens it, as under jit."""
     held = Plain(scale=jnp.asarray(2.0))
@@ -981,6 +983,7 @@ def test_an_array_whose_shape_only_python_reads_is_not_stale(
         assert float(s2.run(step)) == (-1.0 if value is None else value.shape[0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rows", [4, 3])
 def test_a_step_that_moves_what_it_captures_is_compared_as_it_was_called(rows: int):
     """Traces for one device and for other padding start from the same list."""

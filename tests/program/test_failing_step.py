@@ -98,6 +98,7 @@ def caught() -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith("CAUGHT")]
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_fails_while_running_names_the_lost_state(caught: list[str]):
     """At the latest a later call raises, since steps run in the background."""
     lost = caught[: caught.index("CAUGHT with 1")]
@@ -109,6 +110,7 @@ def test_a_step_that_fails_while_running_names_the_lost_state(caught: list[str])
         assert "dj.snapshot" in line
 
 
+@pytest.mark.exhaustive
 def test_reading_the_result_of_a_failed_step_names_the_step(caught: list[str]):
     first, second = (caught.index(f"CAUGHT with {n}") for n in (1, 2))
     for lines in (caught[first + 1 : second], caught[second + 1 :]):

@@ -92,6 +92,7 @@ def test_bfloat16_in_the_code_is_computed_in_float64():
     np.testing.assert_allclose(out, (wide @ wide.T).sum(), rtol=1e-12)
 
 
+@pytest.mark.exhaustive
 def test_bitwise_operations_and_callbacks_keep_their_dtype():
     """So random numbers are the same, and a callback gets its declared dtype."""
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 
 import distribute_jax as dj
@@ -166,7 +167,7 @@ def train(strategy: Any, model_of: Callable[[nnx.Rngs], nnx.Module], tx: Any) ->
     return [key(x) for x in jax.tree.leaves((results, nnx.to_pure_dict(state)))]
 
 
-CASES = [("mlp", "clip+adam", 2), ("text", "momentum", 2)]
+CASES = [("mlp", "clip+adam", 2)]
 GRID = [
     pytest.param(*case, marks=[] if case in CASES else pytest.mark.exhaustive)
     for case in ((m, o, s) for m in MODELS for o in OPTIMIZERS for s in (1, 2, 3))
@@ -184,11 +185,12 @@ def test_a_worker_and_servers_compute_the_bits_of_one_device(
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("tx", "servers"),
     [
         (optax.adam(0.01), 2),
-        (optax.apply_if_finite(optax.adam(0.01), 3), 3),
+        long(optax.apply_if_finite(optax.adam(0.01), 3), 3),
         (optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(0.1), optax.scale(-0.01)), 2),
     ],
 )
@@ -242,6 +244,7 @@ def gradients(model: nnx.Linear, x: jax.Array) -> nnx.State:
 ONES = np.ones((8, 5), np.float32)
 
 
+@pytest.mark.exhaustive
 def test_a_forgotten_reduction_is_the_error_of_every_strategy():
     """Its text is that of four replicas, except for their number, which servers do not know."""
 
@@ -345,6 +348,7 @@ def test_per_replica_variables_are_refused_by_name():
         servers.run(accumulates, args=(ONES,))
 
 
+@pytest.mark.exhaustive
 def test_variables_are_assigned_round_robin_and_optimizer_state_follows_its_weight():
     """Four weights are on servers 0, 1, 0, 1; moments are with their weights, the count on both."""
     servers = Servers(2)
@@ -374,6 +378,7 @@ def test_variables_are_assigned_round_robin_and_optimizer_state_follows_its_weig
     assert [len(server.writes) for server in halves.servers] == [8, 7]
 
 
+@pytest.mark.exhaustive
 def test_two_steps_from_the_same_state_both_count():
     """Sums, metrics and random counts are added to the server's newest values, not to those pulled."""
     servers = Servers(1)
@@ -404,6 +409,7 @@ def test_two_steps_from_the_same_state_both_count():
     assert sorted(ends.values()) == [8.0, 13.0, 160.0, 160.0], ends
 
 
+@pytest.mark.exhaustive
 def test_serialized_programs_compute_the_same_bits():
     """Serialized and loaded, with random keys and batch norm."""
     wanted = train(dj.OneDeviceStrategy("cpu:0"), Conv, OPTIMIZERS["clip+adam"])

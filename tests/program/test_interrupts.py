@@ -234,6 +234,7 @@ def test_handlers_are_as_before_though_one_that_is_back_already_raises(
     assert raised
 
 
+@pytest.mark.exhaustive
 def test_an_interrupt_where_a_scope_begins_or_ends_leaves_none_open_behind_fit(s2: dj.Strategy):
     with s2.scope():
         model = dj.Model(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))

@@ -140,6 +140,7 @@ def dropped(state: State, x: jax.Array, *, own: bool = True) -> jax.Array:
     return layer.apply({}, jnp.ones((x.shape[0], 16)), rngs={"dropout": key}) == 0
 
 
+@pytest.mark.exhaustive
 def test_each_replica_drops_other_units_and_each_step_others_again(s4: dj.MirroredStrategy):
     """Only with the replica's id folded into the key; the same state draws the same again."""
     state, (first, *_) = made(s4), batches_of(s4)
@@ -212,6 +213,7 @@ def test_unreduced_gradients_in_a_train_state_are_refused_by_name(s4: dj.Mirrore
     s4.run(functools.partial(step, grads=True), args=(state, *batch), options=DONATED)
 
 
+@pytest.mark.exhaustive
 def test_unreduced_statistics_in_a_train_state_are_refused_by_name(s4: dj.MirroredStrategy):
     """With the gradients summed and the statistics forgotten, only these are named."""
     state, (batch, *_) = made(s4), batches_of(s4)

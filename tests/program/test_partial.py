@@ -207,6 +207,7 @@ def test_a_leak_is_an_error_even_if_the_batch_does_not_show_it(s4: dj.MirroredSt
     assert int(rare[...]) == 8
 
 
+@pytest.mark.exhaustive
 def test_an_undecided_leak_is_found_by_a_later_check(s4: dj.MirroredStrategy):
     """True if a share has a number above 7, which the first batch has not."""
     step = lambda x: jax.lax.psum((x > 7).any().astype(float), "data")  # noqa: E731
@@ -453,6 +454,7 @@ def test_batch_norm_over_padding_on_one_device_is_refused():
     assert one.run(lambda x: norm(x), args=(cut,)).shape == (5, 3)
 
 
+@pytest.mark.exhaustive
 def test_counted_padding_is_found_beside_random_numbers_of_fixed_shape(s4: dj.MirroredStrategy):
     _, partial = s4.distribute_dataset(batches(8, 5))
 
@@ -463,6 +465,7 @@ def test_counted_padding_is_found_beside_random_numbers_of_fixed_shape(s4: dj.Mi
         s4.run(step, args=(partial, jax.random.key(0)))
 
 
+@pytest.mark.exhaustive
 def test_an_incomplete_check_is_logged_once(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
 ):
@@ -535,6 +538,7 @@ def _added(values: jax.Array) -> jax.Array:
     ]
 
 
+@pytest.mark.exhaustive
 def test_rounding_in_half_precision_is_not_a_leak():
     """A float16 sum whose order depends on the number of rows, in a step that changes a float32."""
     strategy = dj.OneDeviceStrategy("cpu:0")
@@ -635,6 +639,7 @@ def test_a_leak_through_ties_is_found(s4: dj.MirroredStrategy, rows: int):
             s4.run(hardest, args=(batch,))
 
 
+@pytest.mark.exhaustive
 def test_padding_that_only_changes_the_rounding_is_not_a_leak(s4: dj.MirroredStrategy):
     """Weights are normalised over all rows, and again over the real ones."""
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 
 import distribute_jax as dj
@@ -71,7 +72,7 @@ STRATEGIES: dict[str, tuple[Callable[[], dj.Strategy], set[str], int]] = {
 
 @pytest.mark.parametrize(
     "kind",
-    [k if k == "fully" else pytest.param(k, marks=pytest.mark.exhaustive) for k in STRATEGIES],
+    [k if k == "fully" else long(k) for k in STRATEGIES],
 )
 def test_the_bytes_of_a_plan_are_those_of_the_program_that_runs(kind: str) -> None:
     """Each kind of bytes equals that of the compiled program, and state has the planned placement."""
@@ -93,6 +94,7 @@ def test_the_bytes_of_a_plan_are_those_of_the_program_that_runs(kind: str) -> No
     assert sum(bool(leaf.spec) for leaf in plan.placements) == divided
 
 
+@pytest.mark.exhaustive
 def test_a_plan_is_for_any_number_of_replicas() -> None:
     """Eight devices plan for 1024 replicas; optimizer state is divided by their number if it can be."""
     strategy = dj.MirroredStrategy(shard_optimizer_state=True)
@@ -110,6 +112,7 @@ def test_a_plan_is_for_any_number_of_replicas() -> None:
     }
 
 
+@pytest.mark.exhaustive
 def test_a_plan_changes_nothing() -> None:
     """Arrays stay the same objects, side effects in Python are undone, and the program of run is kept."""
     strategy = dj.MirroredStrategy([0, 1], shard_optimizer_state=True)
@@ -241,6 +244,7 @@ def test_a_table_says_what_fits(s2: dj.MirroredStrategy) -> None:
     assert [row.split()[-1] for row in rows] == ["no", "no", "no", "yes"]
 
 
+@pytest.mark.exhaustive
 def test_a_table_leaves_out_plans_that_are_refused(s2: dj.MirroredStrategy) -> None:
     """The table has the reasons; if nothing can be planned, the first reason is raised."""
     training = Training(s2)
@@ -253,6 +257,7 @@ def test_a_table_leaves_out_plans_that_are_refused(s2: dj.MirroredStrategy) -> N
         plan(replicas=(1024,))
 
 
+@pytest.mark.exhaustive
 def test_a_model_of_shapes_is_planned() -> None:
     """A model that fits no device is made with nnx.eval_shape, without any array."""
     strategy = dj.FullyShardedStrategy()
@@ -281,6 +286,7 @@ def test_a_model_of_shapes_is_planned() -> None:
     assert isinstance(model.kernel.get_raw_value(), jax.ShapeDtypeStruct)
 
 
+@pytest.mark.exhaustive
 def test_shapes_in_args_are_planned_as_the_arrays_that_they_stand_for(
     s4: dj.MirroredStrategy,
 ) -> None:

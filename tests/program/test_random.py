@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 
 import distribute_jax as dj
@@ -101,9 +102,7 @@ def test_masks_of_dropout_differ_and_the_stored_state_is_equal_to_the_last_bit(
         assert int(counter) == 3 * (3 if way is scanned else 1)
 
 
-@pytest.mark.parametrize(
-    "way", [plain, *(pytest.param(way, marks=pytest.mark.exhaustive) for way in WAYS[1:])]
-)
+@pytest.mark.parametrize("way", [plain, *(long(way) for way in WAYS[1:])])
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(s4: dj.Strategy, way: Any):
     runs = [training(s4, way, seed=seed)[way] for seed in (7, 7, 8)]
     states = [
@@ -116,11 +115,13 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(s4: dj.Strate
     np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.exhaustive
 def test_recomputation_draws_the_same_masks(s4: dj.Strategy):
     (straight, _), (again, _) = training(s4, plain, recomputed).values()
     np.testing.assert_allclose(straight.linear.kernel[...], again.linear.kernel[...], rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_rngs_passed_as_an_argument_are_state_and_draw_again_at_each_step(strategy: dj.Strategy):
     with strategy.scope():
         rngs = nnx.Rngs(params=0, noise=1)
@@ -138,6 +139,7 @@ def test_rngs_passed_as_an_argument_are_state_and_draw_again_at_each_step(strate
     np.testing.assert_array_equal(first["params"], alone.params.normal(SHAPE))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("captured", [True, False])
 def test_jax_keys_draw_the_same_numbers_unless_the_replica_id_is_folded_in(
     s4: dj.Strategy, captured: bool
@@ -158,6 +160,7 @@ def test_jax_keys_draw_the_same_numbers_unless_the_replica_id_is_folded_in(
 # Streams that are the same on all replicas
 
 
+@pytest.mark.exhaustive
 def test_a_marked_stream_is_the_same_on_all_replicas_and_others_differ(strategy: dj.Strategy):
     with strategy.scope():
         rngs = nnx.Rngs(dropout=0, augment=1)
@@ -241,6 +244,7 @@ def test_streams_of_scanned_layers_have_a_key_each_and_can_be_marked(s4: dj.Stra
     assert blocks.dropout.rngs.count[...].tolist() == [2, 2, 2]
 
 
+@pytest.mark.exhaustive
 def test_a_marked_stream_is_not_in_the_notice_about_random_numbers(
     s4: dj.Strategy, caplog: pytest.LogCaptureFixture
 ):
@@ -284,6 +288,7 @@ def seeded(key: jax.Array) -> jax.Array:
     return jax.lax.scan(lambda k, _: (jax.random.split(k)[0], jax.jit(draw)(k)), key, None, 2)[1]
 
 
+@pytest.mark.exhaustive
 def test_a_stream_that_the_step_seeds_is_named_once(
     s4: dj.Strategy, caplog: pytest.LogCaptureFixture
 ):
@@ -306,6 +311,7 @@ def test_a_stream_that_the_step_seeds_is_named_once(
     assert all("before run" in text and "fold_in" in text for text in texts)
 
 
+@pytest.mark.exhaustive
 def test_streams_that_differ_or_come_from_outside_are_not_reported(
     s4: dj.Strategy, caplog: pytest.LogCaptureFixture
 ):

@@ -104,6 +104,7 @@ def test_a_metric_accepts_what_is_not_a_part_of_the_loss(
     assert not logged()
 
 
+@pytest.mark.exhaustive
 def test_on_one_replica_a_part_is_the_complete_mean(logged: Callable[[], list[str]]):
     """The metric has the mean of all losses, and nothing is logged."""
     one, average = dj.OneDeviceStrategy(0), AVERAGES["nnx.metrics.Average"]
@@ -193,6 +194,7 @@ def test_a_dropout_mask_from_a_mirrored_key_is_logged_once(
     assert "fold_in(key, dj.get_replica_context().replica_id_in_sync_group)" in named[0]
 
 
+@pytest.mark.exhaustive
 def test_draws_that_differ_or_are_not_for_rows_are_not_logged(
     s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
 ):
@@ -228,6 +230,7 @@ def test_a_forgotten_distribute_dataset_is_logged(
     assert "Pass a batch of strategy.distribute_dataset" in text
 
 
+@pytest.mark.exhaustive
 def test_a_forgotten_distribute_dataset_is_logged_with_dropout_and_with_metrics(
     s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
 ):
@@ -246,6 +249,7 @@ def test_a_forgotten_distribute_dataset_is_logged_with_dropout_and_with_metrics(
     assert "what they combine, or add to a metric, is equal" in second
 
 
+@pytest.mark.exhaustive
 def test_steps_that_need_no_distributed_batch_are_not_logged(
     s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
 ):

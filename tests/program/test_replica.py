@@ -139,6 +139,7 @@ def test_an_error_in_merge_call_leaves_the_contexts_clean(s2: dj.MirroredStrateg
     assert not dj.has_strategy()
 
 
+@pytest.mark.exhaustive
 def test_a_model_captured_out_of_sight_is_refused_when_read_or_changed(s2: dj.MirroredStrategy):
     with s2.scope():
         hidden = itertools.cycle([nnx.Linear(1, 1, rngs=nnx.Rngs(0))])  # it cannot be walked

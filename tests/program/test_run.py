@@ -446,6 +446,7 @@ def test_deleting_the_model_frees_its_buffers_and_drops_its_programs(s2: dj.Mirr
     assert s2._runner.programs() == 0
 
 
+@pytest.mark.exhaustive
 def test_replaced_parts_are_not_kept_alive(s2: dj.MirroredStrategy):
     with s2.scope():
         model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
@@ -609,6 +610,7 @@ def test_every_lowering_gives_the_same_numbers(strategy: dj.Strategy):
         assert ids == results[0][2] == list(range(strategy.num_replicas_in_sync))
 
 
+@pytest.mark.exhaustive
 def test_an_unread_loop_of_two_hundred_steps_ends(s2: dj.MirroredStrategy):
     strategy = dj.MirroredStrategy()
     model = built(strategy)
@@ -623,6 +625,7 @@ def test_an_unread_loop_of_two_hundred_steps_ends(s2: dj.MirroredStrategy):
     assert np.isfinite(np.asarray(model.w[...])).all()
 
 
+@pytest.mark.exhaustive
 def test_a_captured_train_state_of_linen_is_read_at_each_call(s2: dj.MirroredStrategy):
     import flax.linen as nn
     from flax.training.train_state import TrainState

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import long
 from flax import nnx
 
 import distribute_jax as dj
@@ -72,8 +73,8 @@ def _batch(strategy: dj.Strategy) -> Any:
     ("names", "number"),
     [
         (("module", "variable", "array", "number", "none"), 2),
-        pytest.param(KINDS, 2, marks=pytest.mark.exhaustive),
-        pytest.param(KINDS, 3, marks=pytest.mark.exhaustive),
+        long(KINDS, 2),
+        long(KINDS, 3),
     ],
 )
 def test_arguments_may_change_places_from_call_to_call(s4: dj.Strategy, names: Any, number: int):
@@ -104,6 +105,7 @@ def test_a_batch_and_a_module_may_change_places(strategy: dj.Strategy):
     assert float(strategy.run(step, args=(batch, scale))) == 8.0 - replicas * 30.0
 
 
+@pytest.mark.exhaustive
 def test_an_argument_may_be_a_module_once_and_left_out_the_next_time(strategy: dj.Strategy):
     with strategy.scope():
         model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
@@ -264,6 +266,7 @@ def test_a_call_that_differs_from_the_last_ones_has_the_result_of_its_arguments(
         np.testing.assert_allclose(s2.run(step, args=args), step(*args), rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_a_full_batch_after_full_batches_is_not_classified_and_a_partial_one_is(s2: dj.Strategy):
     """The padding of the partial batch does not count."""
     batches = list(s2.distribute_dataset([np.ones(4, np.float32)] * 3 + [np.ones(3, np.float32)]))

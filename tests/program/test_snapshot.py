@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 
 import distribute_jax as dj
@@ -138,7 +139,7 @@ def trained_plainly(way: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "way",
-    [averaged, best_kept, *(pytest.param(way, marks=pytest.mark.exhaustive) for way in WAYS[1:-1])],
+    [averaged, best_kept, *(long(way) for way in WAYS[1:-1])],
     ids=lambda way: way.__name__,
 )
 def test_it_equals_plain_flax_on_one_device(strategy: dj.Strategy, way: Any):
@@ -157,6 +158,7 @@ def test_the_reference_programs_differ():
     assert not np.allclose(inside["losses"], trained_plainly(averaged)["losses"], rtol=1e-2)
 
 
+@pytest.mark.exhaustive
 def test_a_snapshot_survives_later_steps_and_can_be_used_in_one(s2: dj.MirroredStrategy):
     """It keeps the first values and their sharding, and is not donated when passed to ``run``."""
     agent = new_agent(s2)
@@ -222,7 +224,11 @@ def test_what_the_user_keeps_stays_as_it_was(strategy: dj.Strategy, several: boo
     assert trained(keep=True) == trained(keep=False)
 
 
-@pytest.mark.parametrize("how", KEPT)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "how",
+    KEPT,
+)
 def test_only_what_is_kept_is_copied(
     s2: dj.MirroredStrategy, how: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -314,7 +320,7 @@ def test_donated_state_on_another_device_is_refused(s2: dj.MirroredStrategy):
         s2.run(learn, args=(agent, *batches_of(s2)[0]))
 
 
-@pytest.mark.parametrize("replicas", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("replicas", [4, long(1)])
 def test_state_that_was_donated_to_the_users_jit_is_named(replicas: int):
     """The variable still holds the array of the last step, and no other state is lost."""
     strategy = dj.MirroredStrategy(range(replicas))
@@ -327,6 +333,7 @@ def test_state_that_was_donated_to_the_users_jit_is_named(replicas: int):
     assert np.isfinite(strategy.run(learn, args=(agent, *first)))
 
 
+@pytest.mark.exhaustive
 def test_a_donated_array_that_the_step_does_not_read_is_not_an_error(s2: dj.MirroredStrategy):
     """An agent may hold donated arrays; only a step that reads them is refused."""
     agent, without, (first, second) = new_agent(s2), new_agent(s2), batches_of(s2)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 
 import distribute_jax as dj
@@ -61,8 +62,8 @@ def by_single_steps(replicas: int, sizes: tuple[int, ...]) -> dict[str, Any]:
     ("sizes", "steps"),
     [
         ([8] * 4 + [5], 2),
-        pytest.param([8] * 7, 3, marks=pytest.mark.exhaustive),
-        pytest.param([8] * 3 + [1], 4, marks=pytest.mark.exhaustive),
+        long([8] * 7, 3),
+        long([8] * 3 + [1], 4),
     ],
 )
 def test_scanned_steps_equal_single_steps_remainders_included(

@@ -796,6 +796,7 @@ def train(reduce: Callable[[Any], Any]) -> dict[str, set[str]]:
     return {part: set().union(*jax.tree.leaves(sub, is_leaf=is_mark)) for part, sub in tree.items()}
 
 
+@pytest.mark.exhaustive
 def test_summed_gradients_keep_weights_and_adam_in_sync() -> None:
     parts = train(lambda grads: lax.pmean(grads, "data"))
     assert parts == {"params": set(), "opt_state": set(), "stats": {"batch"}, "loss": {"batch"}}

@@ -195,6 +195,7 @@ def test_a_condition_inside_a_library_is_reported_with_its_line(s4: dj.MirroredS
     assert 'value_fn=lambda p: replica.all_reduce("sum", loss(replica.all' in str(caught.value)
 
 
+@pytest.mark.exhaustive
 def test_a_line_search_that_is_written_as_its_error_says_is_that_of_one_device(
     s4: dj.MirroredStrategy,
 ):
@@ -275,6 +276,7 @@ def test_metrics_are_summed_and_reset(s4: dj.MirroredStrategy):
     assert int(metric.count[...]) == 0
 
 
+@pytest.mark.exhaustive
 def test_dropout_differs_between_replicas_and_its_state_does_not(s4: dj.MirroredStrategy):
     with s4.scope():
         dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
@@ -290,6 +292,7 @@ def test_dropout_differs_between_replicas_and_its_state_does_not(s4: dj.Mirrored
     np.testing.assert_array_equal(plain(jnp.ones(64)), masks[0])
 
 
+@pytest.mark.exhaustive
 def test_the_params_stream_draws_the_same_on_every_replica(s4: dj.MirroredStrategy):
     with s4.scope():
         rngs = nnx.Rngs(params=0, noise=1)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 
 import distribute_jax as dj
@@ -99,7 +100,7 @@ def test_a_wrong_pair_of_loss_and_reduction_is_found(s4: dj.MirroredStrategy):
             s4.run(step, args=(op, *batch))
 
 
-@pytest.mark.parametrize("steps", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("steps", [3, long(1)])
 def test_a_correct_step_is_compared_once_and_logs_nothing(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, steps: int
 ):
@@ -132,6 +133,7 @@ def test_several_steps_in_one_dispatch_are_compared_before(s4: dj.MirroredStrate
         s4.run_steps(mean_step(model, optimizer), iterator, steps=3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [jnp.asarray, nnx.Param])
 def test_state_that_a_function_takes_and_returns_is_compared(
     s4: dj.MirroredStrategy, kind: Callable[[jax.Array], Any]
@@ -201,6 +203,7 @@ def test_a_variance_that_is_a_mean_of_variances_is_refused_without_training(
         s4.run(step, args=(batch,))
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_changes_nothing_at_first_is_compared_again(s4: dj.MirroredStrategy):
     """Such as a step whose learning rate warms up from 0."""
     model, optimizer = classifier(s4, optax.sgd(optax.linear_schedule(0.0, 0.1, 10)))
@@ -222,6 +225,7 @@ def test_gradients_that_are_added_up_first_are_compared(s4: dj.MirroredStrategy)
         s4.run(mean_step(model, optimizer), args=batch)
 
 
+@pytest.mark.exhaustive
 def test_a_first_batch_that_is_partial_is_compared_without_its_padding(s4: dj.MirroredStrategy):
     model, optimizer = classifier(s4, optax.sgd(0.1))
     (batch,) = s4.distribute_dataset([(X[:13], Y[:13])])
@@ -302,6 +306,7 @@ def test_a_step_that_cannot_be_compared_runs_without_a_message(
     assert all("so this step is not exactly that of one device" in text for text in logged), logged
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_advances_a_stream_without_drawing_is_compared(s4: dj.MirroredStrategy):
     """Such as ``nnx.RNN``: the count of its stream is state, but the step has no random number."""
     with s4.scope():
@@ -324,6 +329,7 @@ def test_the_comparison_can_be_turned_off(s4: dj.MirroredStrategy, options: dict
     s4.run(mean_step(model, optimizer), args=batch, options=dj.RunOptions(**options))
 
 
+@pytest.mark.exhaustive
 def test_metrics_sums_and_results_are_not_compared(s4: dj.MirroredStrategy):
     """One device correctly has other numbers."""
     model, optimizer = classifier(s4, optax.sgd(0.1))
@@ -343,6 +349,7 @@ def test_metrics_sums_and_results_are_not_compared(s4: dj.MirroredStrategy):
     assert float(writes.numpy()) == 4
 
 
+@pytest.mark.exhaustive
 def test_the_strategy_has_one_replica_in_the_run_on_one_device(s4: dj.MirroredStrategy):
     """A step may ask the strategy itself for the number to divide by."""
     model, optimizer = classifier(s4, optax.sgd(0.1))
@@ -356,6 +363,7 @@ def test_the_strategy_has_one_replica_in_the_run_on_one_device(s4: dj.MirroredSt
     assert s4.num_replicas_in_sync == 4
 
 
+@pytest.mark.exhaustive
 def test_a_python_counter_does_not_make_the_step_compile_again(s4: dj.MirroredStrategy):
     model, optimizer = classifier(s4, optax.sgd(0.1))
     (batch,) = s4.distribute_dataset([(X, Y)])
@@ -437,6 +445,7 @@ def test_a_factor_between_state_and_weights_is_found(s4: dj.MirroredStrategy, fa
         s4.run(step, args=(batch,))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("factor", [1, 4])
 def test_signs_that_cancel_up_to_rounding_are_equal(s4: dj.MirroredStrategy, factor: float):
     """The bias's gradient is 6/12 - 6/12, whose rounding depends on no input; a factor elsewhere is found."""
@@ -463,6 +472,7 @@ def test_signs_that_cancel_up_to_rounding_are_equal(s4: dj.MirroredStrategy, fac
         assert "bias" not in str(caught.value)
 
 
+@pytest.mark.exhaustive
 def test_a_change_hidden_by_large_weights_is_compared_in_float64(
     s4: dj.MirroredStrategy, in_float64: list[str]
 ):
@@ -533,6 +543,7 @@ class Pairs(dj.Model):
         return {"loss": loss}
 
 
+@pytest.mark.exhaustive
 def test_a_train_step_that_is_meant_to_differ_turns_the_comparison_off(s2: dj.Strategy):
     """By default its first batch is an error, which names the option."""
     with s2.scope():
@@ -567,6 +578,7 @@ def test_a_mean_or_a_maximum_that_an_evaluation_reports_is_logged(
     assert "result['part']" not in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_fit_is_compared_without_the_padding_that_a_batch_norm_does_not_need(
     s4: dj.Strategy, monkeypatch: pytest.MonkeyPatch
 ):

@@ -79,6 +79,7 @@ def test_a_step_with_results_has_no_further_output(s4: dj.MirroredStrategy):
     assert len(program.compiled.out_tree.children()) == 2
 
 
+@pytest.mark.exhaustive
 def test_a_result_that_is_waited_for_is_not_kept_alive(s4: dj.MirroredStrategy):
     """A result that the user deletes is freed before the step runs again."""
     result = s4.run(lambda x: x * 2, args=(jnp.ones(4),))

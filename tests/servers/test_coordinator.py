@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 
 import distribute_jax as dj
@@ -109,6 +110,7 @@ def test_run_and_closures_continue_from_each_others_state() -> None:
     assert float(model.w[...]) == 2.125
 
 
+@pytest.mark.exhaustive
 def test_rows_of_a_partial_batch_are_cut_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """They come without those of padding; what is made of all rows is refused by name, once looked at."""
     checks, check = [], _runner.run_checked_for_leaks
@@ -185,7 +187,7 @@ def trained(strategy: dj.Strategy) -> tuple[list[float], list[Any]]:
     return list(map(float, losses)), list(map(np.asarray, keyless))
 
 
-@pytest.mark.parametrize("servers", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("servers", [3, long(1)])
 def test_scheduled_steps_have_the_bits_of_one_device(servers: int) -> None:
     """Batch norm, dropout, Adam, a counter and a metric, with the state on one server or three."""
     strategy, _ = of_servers(2, servers=servers)
@@ -447,6 +449,7 @@ class Signaller:
         return self
 
 
+@pytest.mark.exhaustive
 def test_an_interrupt_at_any_instruction_loses_no_closure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it comes, what was written is there, and a join returns, with the closure or not."""
     _, coordinator, total, summed, step = written_to(monkeypatch)
@@ -539,6 +542,7 @@ def test_elements_of_another_shape_are_refused_with_both_shapes() -> None:
         coordinator.join(SECONDS)
 
 
+@pytest.mark.exhaustive
 def test_join_timeout_reports_unfinished_closures() -> None:
     """A closure whose data does not come is named after the time, and nothing hangs."""
     _, coordinator = of_servers(1)
@@ -655,6 +659,7 @@ def test_steps_that_share_state_use_the_same_servers(servers: int) -> None:
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_needs_changed_state_on_more_servers_is_refused() -> None:
     """A rate that one step changes, and that the updates of another step then read on two servers.
 
@@ -720,6 +725,7 @@ def test_a_norm_over_variables_on_different_servers_is_refused() -> None:
     assert "Schedule this step before others" in text
 
 
+@pytest.mark.exhaustive
 def test_a_model_is_trained_after_another_model_of_the_step_was_deleted() -> None:
     """The weight is written at join, and nothing of the deleted module is kept, nor the step's program."""
     strategy, coordinator = of_servers()

@@ -71,6 +71,7 @@ def of_one() -> tuple[dj.Model, Any]:
     return model, model.fit(X, Y, batch_size=8, epochs=2, verbose=0).history
 
 
+@pytest.mark.exhaustive
 def test_without_staleness_everything_has_the_bits_of_one_device(of_one: Any) -> None:
     """History, weights, optimizer, evaluation and prediction, the partial batch included."""
     expected, history = of_one

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 
 import distribute_jax as dj
@@ -196,7 +197,7 @@ def test_many_kills(one_device: dj.Strategy, staleness: int, engine: str) -> Non
     "engine",
     [
         "threads",
-        pytest.param("processes", marks=pytest.mark.exhaustive),
+        long("processes"),
         pytest.param("ray", marks=[NEEDS_RAY, pytest.mark.exhaustive]),
     ],
 )
@@ -227,9 +228,8 @@ SOME_CUTS = [["commit", "restore"], ["run"]]
 CUTS = [*SOME_CUTS, ["run", "link"], ["prepare", "server"], ["run", "load"], ["pull"], ["assign"]]
 
 
-@pytest.mark.parametrize(
-    "cuts", [SOME_CUTS, pytest.param(CUTS, marks=pytest.mark.exhaustive)], ids=len
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("cuts", [SOME_CUTS, CUTS], ids=len)
 def test_connections_that_break_within_a_message_do_not_change_any_bit(
     one_device: dj.Strategy, monkeypatch: pytest.MonkeyPatch, cuts: list[list[str]]
 ) -> None:
@@ -378,7 +378,8 @@ def test_a_stopped_process_is_named(
     assert line.startswith(f"Waiting for {role} 0: process {pid} is stopped.")
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.exhaustive), 1 << 22])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [1, 1 << 22])
 def test_join_keeps_its_limit_although_a_server_does_nothing(size: int) -> None:
     """Neither what the server has nor what the user has written is waited for longer; later it is there."""
     strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine="processes")
@@ -412,6 +413,7 @@ def test_join_keeps_its_limit_although_a_server_does_nothing(size: int) -> None:
     assert (weight[...] == 6).all()
 
 
+@pytest.mark.exhaustive
 def test_schedule_refuses_a_step_that_calls_python() -> None:
     """It could not run in a process that has none of the program's code."""
     strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine="processes")
@@ -423,6 +425,7 @@ def test_schedule_refuses_a_step_that_calls_python() -> None:
         ClusterCoordinator(strategy).schedule(step, args=(1.0,))
 
 
+@pytest.mark.exhaustive
 def test_a_start_that_is_interrupted_leaves_no_process_and_can_be_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -463,6 +466,7 @@ def test_a_run_whose_worker_ends_is_lost() -> None:
             worker(program, (), [])  # type: ignore[arg-type]
 
 
+@pytest.mark.exhaustive
 def test_a_step_is_not_blamed_for_workers_that_ended_while_idle() -> None:
     """Three of them are replaced, and the function that each would have run is not given up."""
     strategy = dj.ParameterServerStrategy(workers=3, max_staleness=0, engine="processes")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 
 import distribute_jax as dj
@@ -21,7 +22,7 @@ import distribute_jax as dj
 CENTRE = jax.devices()[5]
 
 
-@pytest.fixture(params=[4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 5))])
+@pytest.fixture(params=[4, *(long(n) for n in (1, 2, 5))])
 def central(request: pytest.FixtureRequest) -> dj.CentralStorageStrategy:
     """A strategy whose parameter device is not a compute device."""
     return dj.CentralStorageStrategy(list(range(request.param)), parameter_device=CENTRE)
@@ -118,7 +119,7 @@ def find_state_elsewhere(known: set[int], objects: Any) -> list[tuple[Any, Any]]
     [
         (None, 1),
         *(
-            pytest.param(*values, marks=pytest.mark.exhaustive)
+            long(*values)
             for values in [
                 (dj.RunOptions(donate_state=False), 3),
                 (None, 3),
@@ -143,6 +144,7 @@ def test_training_equals_mirrored_and_leaves_no_state_on_other_devices(
     np.testing.assert_allclose(rows if steps == 1 else rows[-1], wanted[2], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_old_state_is_freed_unless_it_was_kept(central: dj.CentralStorageStrategy):
     """What is referred to stays readable where it is; without references its memory is free at once."""
     model, optimizer = built(central)
@@ -179,6 +181,7 @@ def test_an_array_that_two_variables_share_is_donated_once(parameter_device: Any
     assert second[...].tolist() == [4.0, 5.0, 6.0]
 
 
+@pytest.mark.exhaustive
 def test_the_scope_makes_state_on_the_parameter_device(central: dj.CentralStorageStrategy):
     """State that was made outside is moved with one warning."""
     model, optimizer = built(central)
@@ -247,6 +250,7 @@ def test_a_padding_leak_raises_and_restores_state(central: dj.CentralStorageStra
     assert float(total[...]) == 14.0
 
 
+@pytest.mark.exhaustive
 def test_verify_compares_with_one_device(central: dj.CentralStorageStrategy):
     with central.scope():
         model = nnx.Linear(6, 2, rngs=nnx.Rngs(0))
@@ -291,7 +295,7 @@ def test_parameters_that_are_passed_and_returned_are_stored_centrally(
     "kind",
     [
         "pinned_host",
-        *(pytest.param(k, marks=pytest.mark.exhaustive) for k in ("unpinned_host", "device")),
+        *(long(k) for k in ("unpinned_host", "device")),
     ],
 )
 def test_large_arrays_may_be_in_another_memory_of_the_parameter_device(kind: str):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec
@@ -54,7 +55,7 @@ def trained(strategy: dj.Strategy) -> tuple[TrainState, list[float]]:
 
 @pytest.mark.parametrize(
     ("replicas", "shard_over"),
-    [(4, None), *(pytest.param(*p, marks=pytest.mark.exhaustive) for p in ((2, None), (8, None), (8, 4)))],
+    [(4, None), *(long(*p) for p in ((2, None), (8, None), (8, 4)))],
 )  # fmt: skip
 def test_a_train_state_stays_sharded_and_equals_a_mirrored_one(
     replicas: int, shard_over: int | None
@@ -106,6 +107,7 @@ def test_rules_leave_factored_moments_whole() -> None:
         made("Dense_0.bias")
 
 
+@pytest.mark.exhaustive
 def test_a_replicated_train_state_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     strategy = dj.FullyShardedStrategy([0, 1])
     now, _ = strategy.run(update, args=(state(), jnp.asarray(ROWS)))

@@ -13,16 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 
 import distribute_jax as dj
 from distribute_jax.program import _state_placement
-
-
-def long(value: Any) -> Any:
-    """A case of the exhaustive suite."""
-    return pytest.param(value, marks=pytest.mark.exhaustive)
-
 
 WIDTH, VOCABULARY, LAYERS = 64, 96, 2
 
@@ -209,8 +204,9 @@ twice, and the tied embedding once.
 """
 
 
-@pytest.mark.parametrize("devices", [4, *map(long, (1, 2, 8))])
-@pytest.mark.parametrize("name", ["remat", *(long(name) for name in GATHERS if name != "remat")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", GATHERS)
 def test_how_often_parameters_are_gathered(name: str, devices: int) -> None:
     """reshard_after_forward decides it; the bits are those of MirroredStrategy in any case."""
     numbers = list(range(devices))
@@ -403,6 +399,7 @@ def test_checkpoints_are_restored_under_any_other_layout(
     assert sum(files) < 1.5 * whole
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_cannot_be_divided_is_refused() -> None:
     """If no parameter can be divided, the message names them; small models are replicated."""
     strategy = dj.FullyShardedStrategy([0, 1, 2, 3])

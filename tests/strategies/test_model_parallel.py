@@ -9,16 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 from jax.sharding import PartitionSpec
 
 import distribute_jax as dj
-
-
-def long(*value: Any) -> Any:
-    """A case of the exhaustive suite."""
-    return pytest.param(*value, marks=pytest.mark.exhaustive)
-
 
 RULES = {
     r"up\.kernel$": PartitionSpec(None, "model"),
@@ -95,9 +90,9 @@ def specs(module: Any) -> dict[str, PartitionSpec]:
     ("data", "model", "fully_sharded"),
     [
         (4, 2, True),
-        pytest.param(2, 2, False, marks=pytest.mark.exhaustive),
-        pytest.param(1, 4, True, marks=pytest.mark.exhaustive),
-        pytest.param(2, 4, True, marks=pytest.mark.exhaustive),
+        long(2, 2, False),
+        long(1, 4, True),
+        long(2, 4, True),
     ],
 )
 def test_numbers_of_one_device(data: int, model: int, fully_sharded: bool) -> None:
@@ -269,6 +264,7 @@ def test_rules_that_do_not_fit_the_model(rules: Any, message: str) -> None:
         strategy.create(Uneven)
 
 
+@pytest.mark.exhaustive
 def test_rules_match_in_some_model() -> None:
     """Until one is made that has all, other models are refused; a step may reach only a part of it."""
     rules = {"up.kernel$": PartitionSpec(None, "model"), "embedding$": PartitionSpec("model")}
@@ -311,7 +307,8 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.parametrize("name", [*map(long, list(STRATEGIES)[:3]), "fully sharded"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [*list(STRATEGIES)[:3], "fully sharded"])
 def test_created_state_is_that_of_the_scope(name: str) -> None:
     """``create`` makes the numbers of ``scope``, each array where the first step would place it."""
     strategy = STRATEGIES[name]()

@@ -68,6 +68,7 @@ class Trained:
         ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n != "rules")) for n in STRATEGIES]
 )

@@ -92,6 +92,7 @@ def test_the_message_says_which_axis_to_pass(s2: dj.MirroredStrategy, axis: obje
         s2.reduce("sum", per_replica(s2, [np.ones(2), np.ones((2, 2))]))
 
 
+@pytest.mark.exhaustive
 def test_random_keys_are_shown_and_gathered_but_not_reduced(s2: dj.MirroredStrategy):
     def keys():
         replica = dj.get_replica_context().replica_id_in_sync_group

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 from jax.experimental import io_callback
 from jax.sharding import PartitionSpec
@@ -38,9 +39,10 @@ def grouped(devices: int, shard_over: int | None, each: int = 1) -> dj.Strategy:
 
 def every(*cases: Any) -> list[Any]:
     """Marks all cases but the first as exhaustive."""
-    return [cases[0], *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases[1:])]
+    return [cases[0], *(long(*case) for case in cases[1:])]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "devices", "shard_over", "each"),
     every(
@@ -149,6 +151,7 @@ def test_other_values_of_shard_over_are_refused(value: Any) -> None:
         grouped(8, value)
 
 
+@pytest.mark.exhaustive
 def test_inside_the_scope() -> None:
     """The mesh of the scope differs from that of a step."""
     x = np.random.default_rng(0).normal(size=(20, 64)).astype(np.float32)

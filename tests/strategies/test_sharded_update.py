@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 
 import distribute_jax as dj
 from distribute_jax.program import _placement
 
-REPLICAS = [4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 8))]
+REPLICAS = [4, *(long(n) for n in (1, 2, 8))]
 
 
 def sharded_strategy(replicas: int) -> dj.MirroredStrategy:
@@ -206,6 +207,7 @@ def test_each_device_keeps_its_shard_from_the_first_step_on(replicas: int) -> No
         assert found["all-to-all"] == found["collective-permute"] == 0
 
 
+@pytest.mark.exhaustive
 def test_the_state_is_not_gathered_in_the_step(z4: dj.MirroredStrategy) -> None:
     """Only weights are: an Adam step needs less memory than with mirrored state."""
     used = {}
@@ -311,9 +313,10 @@ def on_a_condition(model: Net, optimizer: Any, x: jax.Array, y: jax.Array) -> ja
 
 
 PROGRAMS = (in_a_scan, weights_used_again, gradients_returned, other_results, on_a_condition)
-LONG = (in_a_scan, weights_used_again)
+LONG = (in_a_scan, weights_used_again, other_results, on_a_condition)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "body",
     [pytest.param(body, marks=[pytest.mark.exhaustive] * (body in LONG)) for body in PROGRAMS],
@@ -362,6 +365,7 @@ def _append(seen: list[float], value: Any) -> None:
     seen.append(float(value))
 
 
+@pytest.mark.exhaustive
 def test_optax_state_among_the_arguments_stays_replicated(z4: dj.MirroredStrategy) -> None:
     tx = optax.adam(0.01)
     weights = {"w": jnp.ones((33, 64))}

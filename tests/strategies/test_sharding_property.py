@@ -331,6 +331,7 @@ def compare(program: Any, figures: Counter[str], causes: Counter[str]) -> bool:
     return True
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("use", ["positive", "scaled by a replica"])
 def test_a_parameter_and_a_number_in_one_equation(
     use: str, monkeypatch: pytest.MonkeyPatch

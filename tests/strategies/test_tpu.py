@@ -258,6 +258,7 @@ def test_with_one_core_the_methods_change_nothing():
     assert strategy.run(step).tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.exhaustive
 def test_state_of_replicas_with_two_cores_is_saved_and_restored(tmp_path):
     with tpu(4, 2).scope():
         model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))

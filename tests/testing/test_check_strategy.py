@@ -145,6 +145,7 @@ def test_every_check_finds_some_defect():
     }
 
 
+@pytest.mark.exhaustive
 def test_the_message_names_the_facts_and_how_to_repeat_the_check():
     text = failure_message(broken.GathersReversed, 2, ["dataset", "gather", "arguments"])
     assert text.startswith("check_strategy: 2 of 3 checks failed.")
@@ -171,12 +172,14 @@ def test_an_error_in_a_check_is_reported_after_its_facts():
     assert "expected no error\n      received OSError: scope is broken … in two lines" in text
 
 
+@pytest.mark.exhaustive
 def test_only_the_first_facts_of_a_check_are_listed():
     text = failure_message(broken.ForgetsReplica0, 2, ["all_reduce_sum"])
     assert text.count("expected") == 8
     assert re.search(r"\n    and \d+ more\n", text)
 
 
+@pytest.mark.exhaustive
 def test_the_suite_restores_the_logger(caplog: pytest.LogCaptureFixture):
     dj.testing.check_strategy(dj.MirroredStrategy, [2], only=["batch_norm"])
     assert caplog.text == ""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 
 import distribute_jax as dj
@@ -55,7 +56,7 @@ def test_correct_steps_pass_and_update_the_state_once(strategy: dj.Strategy, los
     "tx",
     [
         pytest.param(optax.sgd(1e-4), id="sgd"),
-        pytest.param(optax.adam(1e-3), id="adam", marks=pytest.mark.exhaustive),
+        long(optax.adam(1e-3), id="adam"),
     ],
 )
 @pytest.mark.parametrize(
@@ -63,9 +64,7 @@ def test_correct_steps_pass_and_update_the_state_once(strategy: dj.Strategy, los
     [
         ("mean", "sum", "4.000 = number of replicas: gradients of a mean were summed"),
         ("sum", "mean", "0.250 = 1 / number of replicas: the gradient of a sum was averaged"),
-        pytest.param(
-            *("exact", "mean", "0.250 = 1 / number of replicas"), marks=pytest.mark.exhaustive
-        ),
+        long(*("exact", "mean", "0.250 = 1 / number of replicas")),
     ],
 )
 def test_wrong_scales_are_named_with_ratio_and_cause(
@@ -81,6 +80,7 @@ def test_wrong_scales_are_named_with_ratio_and_cause(
     np.testing.assert_array_equal(step.model.kernel[...], before)
 
 
+@pytest.mark.exhaustive
 def test_verify_first_checks_once_and_always_each_time(s4: dj.MirroredStrategy):
     right = jnp.ones(())  # captured: read at each call, so a wrong value needs no new program
 
@@ -103,6 +103,7 @@ def test_a_partial_batch_is_checked_too(s4: dj.MirroredStrategy):
     dj.testing.check_equals_one_device(s4, step_with(s4, optax.adam(0.1), "exact", "sum"), short)
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_draws_random_numbers_is_refused(s4: dj.MirroredStrategy):
     with s4.scope():
         dropout, total = nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.Variable(jnp.zeros(()))

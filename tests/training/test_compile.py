@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 from model_factory import compile_model
 
@@ -113,10 +114,7 @@ def test_optimizers_by_name_have_a_rate_that_can_be_set(s4: dj.MirroredStrategy)
     [
         optax.adamw,
         lambda rate: optax.rmsprop(rate, momentum=0.9),
-        *(
-            pytest.param(tx, marks=pytest.mark.exhaustive)
-            for tx in (optax.adafactor, optax.fromage)
-        ),
+        *(long(tx) for tx in (optax.adafactor, optax.fromage)),
     ],
 )
 @pytest.mark.parametrize("rate", [0.1, optax.cosine_decay_schedule(0.1, 5)])
@@ -139,6 +137,7 @@ def test_a_rate_that_became_state_changes_no_update(make: Any, rate: Any):
     assert [float(r) for r in rates] == pytest.approx([] if make is optax.fromage else [last])
 
 
+@pytest.mark.exhaustive
 def test_dj_optimizers_are_used_and_nnx_optimizers_refused(s4: dj.MirroredStrategy):
     with s4.scope():
         model = dj.Model(Net())
@@ -152,6 +151,7 @@ def test_dj_optimizers_are_used_and_nnx_optimizers_refused(s4: dj.MirroredStrate
         model.compile(plain, "mse")
 
 
+@pytest.mark.exhaustive
 def test_captured_values_of_losses_and_metrics_are_read_at_each_step(s4: dj.MirroredStrategy):
     factor = [1.0]
 
@@ -200,6 +200,7 @@ def test_only_trained_weights_change_and_have_optimizer_state(s4: dj.Strategy):
     assert not model.module.norm.use_running_average
 
 
+@pytest.mark.exhaustive
 def test_filters_that_select_no_weight_are_refused():
     model = headed(dj.OneDeviceStrategy("cpu:0"), trainable=lambda path, _: "norm" in path)
     assert "2,048 trained parameters" in repr(model)
@@ -210,6 +211,7 @@ def test_filters_that_select_no_weight_are_refused():
             model.compile(trainable=wrong)
 
 
+@pytest.mark.exhaustive
 def test_parameter_servers_accumulate_for_lamb():
     """Its ``jnp.where`` makes JAX record the mesh, without any communication."""
     weights = []

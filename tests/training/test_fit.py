@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import linen, nnx
 from model_factory import compile_model
 
@@ -124,6 +125,7 @@ def test_fit_compiles_a_step_once_for_full_and_once_for_partial_batches(s4: dj.M
     assert s4._runner.programs() == 4
 
 
+@pytest.mark.exhaustive
 def test_steps_per_epoch_continue_in_the_data(s4: dj.MirroredStrategy):
     seen: list[float] = []
 
@@ -140,6 +142,7 @@ def test_steps_per_epoch_continue_in_the_data(s4: dj.MirroredStrategy):
         model.fit(dj.data.from_arrays((X, Y)).batch(8).repeat(), verbose=0)
 
 
+@pytest.mark.exhaustive
 def test_data_that_ends_early_ends_the_training_with_a_warning(s4: dj.MirroredStrategy):
     model = make_model(s4)
     with pytest.warns(UserWarning, match="ran out of data after 3 of 4"):
@@ -148,6 +151,7 @@ def test_data_that_ends_early_ends_the_training_with_a_warning(s4: dj.MirroredSt
     assert int(model.optimizer.step[...]) == 3
 
 
+@pytest.mark.exhaustive
 def test_data_that_ends_between_epochs_begins_again(s4: dj.MirroredStrategy, tmp_path: Path):
     """Six epochs of one step are two passes of three batches, also when resumed in the second one."""
     passes, steps, resumed = (make_model(s4) for _ in range(3))
@@ -165,6 +169,7 @@ def test_data_that_ends_between_epochs_begins_again(s4: dj.MirroredStrategy, tmp
         steps.fit(X, Y, steps_per_epoch=2, epochs=3, **options | {"batch_size": 5})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["one-hot", "column"])
 def test_class_weights_scale_the_loss_of_their_class(s4: dj.MirroredStrategy, kind: str):
     """They act like sample weights of the class's examples, and combine with those."""
@@ -184,6 +189,7 @@ def test_class_weights_scale_the_loss_of_their_class(s4: dj.MirroredStrategy, ki
     assert first == pytest.approx(other.train_on_batch(X[:8], Y[:8], sample_weight=weight[:8]))
 
 
+@pytest.mark.exhaustive
 def test_the_mean_of_examples_without_weight_is_nan_without_a_warning(s4: dj.MirroredStrategy):
     model = make_model(s4, weighted_metrics=[dj.metrics.SparseCategoricalAccuracy()])
     logs = model.evaluate(X, Y, sample_weight=0 * X[:, 0], batch_size=8, return_dict=True)
@@ -227,6 +233,7 @@ class Pair(TwoHeads):
         return list(super().__call__(x).values())
 
 
+@pytest.mark.exhaustive
 def test_a_list_of_outputs_has_a_list_of_metrics_for_each(strategy: dj.Strategy):
     """As in Keras: each entry belongs to its output, and None to one without metrics."""
     model = make_model(strategy, Pair, loss=["mse", "mae"], metrics=[None, ["mse"]])
@@ -275,6 +282,7 @@ def test_dropout_and_batch_norm_get_the_mode(strategy: dj.Strategy):
     assert model.module.norm.use_running_average
 
 
+@pytest.mark.exhaustive
 def test_a_first_fit_with_dropout_logs_no_warning(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
 ):
@@ -451,6 +459,7 @@ def test_outputs_and_targets_in_a_list(s4: dj.MirroredStrategy):
     )
 
 
+@pytest.mark.exhaustive
 def test_added_losses_alone_can_be_minimised(s4: dj.MirroredStrategy):
     class Penalty(Net):
         def __call__(self, x: jax.Array) -> jax.Array:
@@ -481,8 +490,8 @@ class Synchronised(Net):
         self.norm.axis_name = "data"
 
 
-@pytest.mark.parametrize("rows", [20, 21])
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4])
+@pytest.mark.parametrize("rows", [long(20), 21])
+@pytest.mark.parametrize("replicas", [*(long(n) for n in (1, 2)), 4])
 def test_batch_norm_is_exact_on_a_partial_batch(
     replicas: int, rows: int, caplog: pytest.LogCaptureFixture
 ):
@@ -513,6 +522,7 @@ class Masked(nnx.BatchNorm):
         return super().__call__(x, mask=replica.batch_mask[:, None])
 
 
+@pytest.mark.exhaustive
 def test_batch_norm_with_a_mask_on_a_partial_batch_says_what_to_do_in_fit(
     s4: dj.MirroredStrategy,
 ):

@@ -59,6 +59,7 @@ class TwoInputs(nnx.Module):
         return self.layer(a) + 0.1 * b
 
 
+@pytest.mark.exhaustive
 def test_a_list_or_tuple_of_equally_long_arrays_is_several_inputs(s4: dj.MirroredStrategy):
     with s4.scope():
         model = dj.Model(TwoInputs())
@@ -77,6 +78,7 @@ def test_a_list_or_tuple_of_equally_long_arrays_is_several_inputs(s4: dj.Mirrore
     np.testing.assert_allclose(model.predict(batches, verbose=0), rows, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_list_of_batches_is_one_of_tuples_or_of_different_lengths(s4: dj.MirroredStrategy):
     model = make_model(s4)
     wanted = model.predict(X, verbose=0)

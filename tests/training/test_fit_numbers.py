@@ -67,6 +67,7 @@ def test_evaluate_and_predict_see_every_example_once(strategy: dj.MirroredStrate
     np.testing.assert_array_equal(model.predict(X[:7], batch_size=4), X[:7])
 
 
+@pytest.mark.exhaustive
 def test_evaluation_of_a_partial_batch_with_64_bit_numbers(s2: dj.MirroredStrategy):
     with jax.enable_x64(True):
         model = make_model(s2, metrics=["mae"])
@@ -106,6 +107,7 @@ class Ends(dj.callbacks.Callback):
         self.ends.append(batch)
 
 
+@pytest.mark.exhaustive
 def test_several_steps_in_one_dispatch_change_nothing_but_the_callbacks(
     strategy: dj.MirroredStrategy,
 ):

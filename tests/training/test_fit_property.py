@@ -272,6 +272,7 @@ def judge(o: Options) -> str:
 FEW = ("3 replicas", "4 on one", "sharded over 4")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", FEW)
 def test_one_combination_is_that_of_one_device(strategy: str) -> None:
     """Partial batches, accumulated gradients, replicas without weight: the options of seed 73."""

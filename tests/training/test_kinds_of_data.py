@@ -68,6 +68,7 @@ class Probability(Net):
         return nnx.softmax(super().__call__(x))[:, 1]
 
 
+@pytest.mark.exhaustive
 def test_weighted_precision_recall_and_auc(strategy: dj.Strategy):
     metrics = ["precision", "recall", dj.metrics.AUC()]
     model = make_model(strategy, Probability, loss="binary_crossentropy", weighted_metrics=metrics)
@@ -178,6 +179,7 @@ class OfDict(Net):
         return super().__call__(x["image"])
 
 
+@pytest.mark.exhaustive
 def test_x_key_and_y_key_name_entries_of_dict_batches(s4: dj.Strategy):
     keys = {"x_key": "image", "y_key": "label"}
     rows = dj.data.from_arrays({"image": X, "label": Y}).batch(8)

@@ -153,6 +153,7 @@ def test_setting_trainable_is_refused(s2: dj.MirroredStrategy):
         classifier(s2).trainable = False
 
 
+@pytest.mark.exhaustive
 def test_labels_are_checked_in_every_fit_before_a_step(s2: dj.MirroredStrategy):
     """Also if the step is compiled already; those of ``ignore_class`` are not."""
     model = classifier(s2)

@@ -320,6 +320,7 @@ def test_similar_correct_calls_pass(s2: dj.MirroredStrategy):
     assert np.isfinite(two.fit(X, labels, 8, 1, 0).history["loss"][0])
 
 
+@pytest.mark.exhaustive
 def test_a_linen_module_may_require_its_mode(s2: dj.MirroredStrategy):
     class Net(linen.Module):
         @linen.compact

@@ -154,6 +154,7 @@ def test_a_mistake_of_the_user_is_not_blamed_on_a_framework(s2: dj.MirroredStrat
         run(s2, scope["wrapped"])
 
 
+@pytest.mark.exhaustive
 def test_a_keras_loss_with_the_jax_backend_is_accepted(s2: dj.MirroredStrategy, monkeypatch: Any):
     loss = instance(KERAS, "Mine", "Loss", __call__=lambda _, y, p: jnp.square(y - p).mean(-1))
     with pytest.raises(ValueError, match=r"Mine of Keras \(instead: dj.losses.Loss\)"):
@@ -212,6 +213,7 @@ def test_tables_and_tensors_are_arrays():
         dj.data.from_arrays(table)
 
 
+@pytest.mark.exhaustive
 def test_class_weights_may_be_a_series(s2: dj.MirroredStrategy):
     loss = dj.losses.SparseCategoricalCrossentropy(from_logits=True)
 

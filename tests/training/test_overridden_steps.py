@@ -47,6 +47,7 @@ def test_a_step_that_returns_other_things_than_numbers_by_name_is_refused(got: s
         model.evaluate(X, Y, verbose=0)
 
 
+@pytest.mark.exhaustive
 def test_steps_for_evaluation_and_prediction(s4: dj.Strategy):
     """Parts are summed over the replicas; values that the step has summed are not summed again."""
     with s4.scope():

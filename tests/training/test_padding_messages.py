@@ -53,6 +53,7 @@ def test_a_metric_without_a_mask_is_named_with_its_remedy(s4: dj.Strategy, calle
     assert 'partial="drop"' in text
 
 
+@pytest.mark.exhaustive
 def test_a_metric_that_counts_padding_is_refused_after_a_batch_that_needed_none(s4: dj.Strategy):
     """12 rows divide over four replicas, without padding; 14 do not, and the proof is kept."""
     model = make_model(s4, Sum())
@@ -86,6 +87,7 @@ def test_the_remedies_give_the_numbers_of_the_real_examples(strategy: dj.Strateg
     assert logs["masked_sum"] == pytest.approx(rows.sum(), rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_fewer_rows_than_replicas_are_trained_without_a_notice(
     s4: dj.Strategy, caplog: pytest.LogCaptureFixture
 ):

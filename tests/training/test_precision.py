@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 from model_factory import compile_model
 
@@ -52,6 +53,7 @@ def test_accumulated_gradients_are_those_of_the_larger_batch(strategy: dj.Strate
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_gradients_are_reduced_only_in_the_branch_of_the_update(s4: dj.MirroredStrategy):
     model = make_model(s4, gradient_accumulation_steps=3)
     fit(model)
@@ -82,9 +84,7 @@ def test_accumulated_gradients_are_part_of_a_checkpoint(
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "policy", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("policy", ["mixed_float16", long("mixed_bfloat16")])
 def test_mixed_precision_computes_in_half_precision_with_float32_weights(
     s4: dj.MirroredStrategy, policy: str
 ):
@@ -115,6 +115,7 @@ def test_an_overflow_is_skipped_and_halves_the_scale(strategy: dj.Strategy):
     assert not np.array_equal(before[0], model.get_weights()[0])
 
 
+@pytest.mark.exhaustive
 def test_the_scale_doubles_after_many_good_updates():
     optimizer = dj.Optimizer(Net(), optax.sgd(0.1), loss_scale="dynamic")
     optimizer.loss_scale.good_steps[...] = jnp.asarray(1999, jnp.int32)
@@ -126,6 +127,7 @@ def test_the_scale_doubles_after_many_good_updates():
     assert float(fixed.loss_scale.scale[...]) == 8.0
 
 
+@pytest.mark.exhaustive
 def test_policy_scaling_and_accumulation_in_a_users_loop(strategy: dj.Strategy):
     nets = []
     for policy, scale in ((dj.DTypePolicy("mixed_float16"), 128.0), (dj.DTypePolicy(), None)):

@@ -95,6 +95,7 @@ def test_a_saved_and_resumed_training_equals_an_uninterrupted_one(
 ONES = np.ones((6, 1), np.float32)
 
 
+@pytest.mark.exhaustive
 def test_the_newest_complete_checkpoint_is_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -126,6 +127,7 @@ def test_the_newest_complete_checkpoint_is_evaluated(
     assert caplog.text.count(f"is waiting for a new checkpoint in {tmp_path}") == 1
 
 
+@pytest.mark.exhaustive
 def test_fit_accepts_a_dataset_creator() -> None:
     sizes = []
 
@@ -168,6 +170,7 @@ def saved(path: Path, tree: Any, checkpointer: Any = ocp.StandardCheckpointer) -
     return path
 
 
+@pytest.mark.exhaustive
 def test_weights_of_an_nnx_program(tmp_path: Path):
     """An ``nnx.State``, also beside an optimizer and in a step of a manager; onto four devices."""
     source = Net(0)
@@ -186,6 +189,7 @@ def test_weights_of_an_nnx_program(tmp_path: Path):
         assert all(map(np.array_equal, model.get_weights(), dj.Model(source).get_weights()))
 
 
+@pytest.mark.exhaustive
 def test_weights_of_a_linen_program(tmp_path: Path):
     """Its variables, and those in a ``TrainState``."""
     numbers = np.random.default_rng(1)
@@ -209,6 +213,7 @@ def test_weights_of_a_linen_program(tmp_path: Path):
         np.testing.assert_array_equal(model.module.BatchNorm_0["var"], np.ones(4))
 
 
+@pytest.mark.exhaustive
 def test_other_weights_are_refused_by_name_with_the_nearest(tmp_path: Path):
     tree = nnx.as_pure(nnx.state(Net(0, width=5)))
     tree["norms"] = tree.pop("norm")

@@ -191,6 +191,7 @@ def test_an_object_with_a_length_and_items_ends(s2: dj.MirroredStrategy):
     assert [batch.part_shape for batch in s2.distribute_dataset(Slices())] == [(4, 3), (4, 3)]
 
 
+@pytest.mark.exhaustive
 def test_replay_steps_leaves_the_refusal_of_a_partial_batch_to_the_step(s2: dj.MirroredStrategy):
     with s2.scope():
         make_model = dj.Model(nnx.BatchNorm(3, axis_name="data", rngs=nnx.Rngs(0)))

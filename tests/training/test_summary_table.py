@@ -110,6 +110,7 @@ def three_epochs() -> dj.callbacks.History:
     return history
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is an extra: [plot]")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_training_and_validation_share_a_panel_of_a_png_file(tmp_path: Path):

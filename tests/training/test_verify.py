@@ -87,6 +87,7 @@ class Normed(Rows):
         return self.norm(self.layer(x))
 
 
+@pytest.mark.exhaustive
 def test_a_batch_norm_passes_on_shares_of_different_lengths(s4: dj.Strategy):
     """The first batch, of 7 for 4 replicas, is run as every later one, and equals one device."""
     losses = [
@@ -127,6 +128,7 @@ class Table(Rows):
         return {"rows": self.layer(x), "table": x.T @ x}
 
 
+@pytest.mark.exhaustive
 def test_outputs_that_are_not_rows_are_refused(strategy: dj.Strategy):
     """Even if they are as long as the batch."""
     model = make_model(strategy, Table, loss={"rows": "mse"}, metrics=None, verify=None)

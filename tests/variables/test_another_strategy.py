@@ -62,6 +62,7 @@ def test_a_variable_of_another_strategy_is_not_written(
     assert variable.numpy().tolist() != [1.0, 2.0]
 
 
+@pytest.mark.exhaustive
 def test_a_variable_without_strategy_is_written(s4: dj.MirroredStrategy):
     """One created before any scope belongs to no strategy; components of other replicas do."""
     variable, components = dj.Variable(1.0, **KINDS["own"]), create(s4, "own")

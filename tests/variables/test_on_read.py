@@ -224,6 +224,7 @@ def test_a_constant_can_be_written(s2: dj.MirroredStrategy, value: Any):
     assert [v.item() for v in variable.values] == [jnp.asarray(value).item()] * 2
 
 
+@pytest.mark.exhaustive
 def test_a_returned_variable_has_the_components_of_all_replicas(s4: dj.MirroredStrategy):
     """A variable in a returned state can be read, shown, reduced and used in steps."""
     with s4.scope():
@@ -253,6 +254,7 @@ def test_a_returned_variable_has_the_components_of_all_replicas(s4: dj.MirroredS
         assert float(variable.numpy()) == 8.0
 
 
+@pytest.mark.exhaustive
 def test_reads_are_correct_after_a_write_under_the_users_jit(strategy: dj.Strategy):
     """XLA may place the components on one device or replicate them; every way to read works."""
     n = strategy.num_replicas_in_sync

@@ -98,6 +98,7 @@ def test_a_backup_within_an_epoch_resumes_at_the_next_batch(
     assert example.w == weight
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Your input ran out")
 @pytest.mark.parametrize("steps", [None, 2, 3])
 def test_a_backup_after_the_last_batch_of_a_pass_repeats_no_batch(
@@ -113,6 +114,7 @@ def test_a_backup_after_the_last_batch_of_a_pass_repeats_no_batch(
     assert example.w == weight
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_epoch_keeps_its_learning_rate(example: Any, tmp_path: Path):
     data = batches_of_two(example)
     halve = dj.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
@@ -122,6 +124,7 @@ def test_a_resumed_epoch_keeps_its_learning_rate(example: Any, tmp_path: Path):
     assert resume(example.model, data, 3, halve, saves, epochs=3).history == whole
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("steps", [None, 3])
 def test_batches_before_the_backup_are_not_read_again(
     example: Any, tmp_path: Path, steps: int | None
@@ -146,6 +149,7 @@ def test_batches_before_the_backup_are_not_read_again(
     assert read[:4] == order[4:8]
 
 
+@pytest.mark.exhaustive
 def test_a_backup_within_an_epoch_resumes_with_other_replicas(tmp_path: Path):
     """On three replicas, with uneven shares, after one."""
     x = np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)
@@ -163,6 +167,7 @@ def test_a_backup_within_an_epoch_resumes_with_other_replicas(tmp_path: Path):
     np.testing.assert_allclose(resumed, losses(1), rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_batches_per_replica_cannot_resume_with_other_replicas(tmp_path: Path):
     """The batches are dealt out in turn, so their number is not a position in the data."""
     for replicas, error, text in (
@@ -184,6 +189,7 @@ def test_batches_per_replica_cannot_resume_with_other_replicas(tmp_path: Path):
             model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
 
 
+@pytest.mark.exhaustive
 def test_backups_can_be_kept(example: Any, tmp_path: Path):
     example.fit(backup(tmp_path, delete_checkpoint=False), epochs=2)
     assert len(list((tmp_path / "backup").iterdir())) == 1
@@ -193,6 +199,7 @@ def test_backups_can_be_kept(example: Any, tmp_path: Path):
     assert list((tmp_path / "backup").iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_backup_warns_and_the_previous_one_is_used(example: Any, tmp_path: Path):
     options = {"double_checkpoint": True}
     with pytest.raises(InterruptedRunError):

@@ -46,6 +46,7 @@ def test_nested_calls_do_not_change_the_numbers_of_fit(model: dj.Model):
     assert evaluated == [plain["val_loss"][0], plain["val_mae"][0]]
 
 
+@pytest.mark.exhaustive
 def test_a_nested_fit_does_not_change_the_outer_one(model: dj.Model):
     model.learning_rate = 0.0
     data = {**DATA, "class_weight": {0: 3.0}}

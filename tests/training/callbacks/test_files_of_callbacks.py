@@ -199,6 +199,7 @@ def test_unknown_names_and_frequencies_are_refused(example: Any, tmp_path: Path)
         dj.callbacks.ModelCheckpoint(tmp_path, save_freq="step")
 
 
+@pytest.mark.exhaustive
 def test_a_profile_of_the_chosen_batches_is_written(example: Any, tmp_path: Path):
     traced = []
     note = dj.callbacks.LambdaCallback(

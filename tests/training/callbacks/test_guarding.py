@@ -80,6 +80,7 @@ def test_a_spike_is_skipped_and_logged(caplog: pytest.LogCaptureFixture) -> None
     assert bits_are_equal(after, without)
 
 
+@pytest.mark.exhaustive
 def test_warn_changes_nothing_and_rollback_goes_back() -> None:
     """To the state at the last multiple of the window, a few batches after the spike."""
     data, states = batches(12, spikes=[8]), {}
@@ -110,6 +111,7 @@ def test_parameter_servers_skip_and_roll_back_as_one_device(policy: str) -> None
     assert bits_are_equal(*states)
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_training_has_the_loss_window(tmp_path: Path) -> None:
     data = batches(14, spikes=[11])
 
@@ -131,12 +133,14 @@ def test_a_resumed_training_has_the_loss_window(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_no_false_alarm_in_a_thousand_clean_steps() -> None:
     guard = LossSpike(window=50)
     fit_one_epoch(compiled_model(dj.OneDeviceStrategy("cpu:0")), batches(1000), guard)
     assert guard.spikes == 0
 
 
+@pytest.mark.exhaustive
 def test_a_window_of_spikes_ends_the_training() -> None:
     data = batches(12, spikes=range(6, 12))
     model = compiled_model()
@@ -208,6 +212,7 @@ def check_flips_are_found(rng: np.random.Generator, strategy: dj.Strategy, times
         nnx.update(model.optimizer, start[1])
 
 
+@pytest.mark.exhaustive
 def test_a_flipped_bit_is_healed_by_the_majority_bitwise() -> None:
     def run(strategy: dj.Strategy, device: int | None) -> list[np.ndarray]:
         model = compiled_model(strategy)
@@ -248,6 +253,7 @@ class Faulty(nnx.Module):
         return self.layer(x * jax.lax.stop_gradient(wrong))
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_gradient_is_found_before_it_is_used() -> None:
     """The replica and the variables are named, and nothing was trained on; clean replays say nothing."""
     model = compiled_model(dj.MirroredStrategy([0, 1, 2, 3]), Faulty)
@@ -260,6 +266,7 @@ def test_a_wrong_gradient_is_found_before_it_is_used() -> None:
     assert bits_are_equal(state(model), before)
 
 
+@pytest.mark.exhaustive
 def test_a_saved_step_is_replayed(tmp_path: Path) -> None:
     """The hashes are equal on other devices, and differ with other weights."""
     model = compiled_model(dj.MirroredStrategy([0, 1, 2, 3]))

@@ -67,6 +67,7 @@ def test_fit_calls_keras_hooks_in_keras_order(by_three: Any):
     ]
 
 
+@pytest.mark.exhaustive
 def test_evaluate_and_predict_call_their_hooks(by_three: Any):
     recorder = Recorder()
     model = by_three.model
@@ -87,6 +88,7 @@ def test_evaluate_and_predict_call_their_hooks(by_three: Any):
     ]
 
 
+@pytest.mark.exhaustive
 def test_callbacks_get_model_and_params(example: Any):
     """``examples`` counts the real ones, from 0 in each epoch."""
     seen = []

@@ -33,6 +33,7 @@ def test_every_second_batch_is_logged(s2: dj.Strategy, capsys: pytest.CaptureFix
         dj.callbacks.LogEvery(0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("order", [1, -1])
 def test_steps_continue_in_the_middle_of_an_epoch(
     order: int, s2: dj.Strategy, tmp_path: Path, capsys: pytest.CaptureFixture[str]

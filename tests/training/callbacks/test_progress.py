@@ -39,6 +39,7 @@ def test_a_line_for_each_epoch_without_a_terminal(
     assert re.fullmatch(r"loss: \d+\.\d{4} - val_loss: \S+", shown[0][2])
 
 
+@pytest.mark.exhaustive
 def test_evaluate_and_predict_print_a_line(example: Any, capsys: pytest.CaptureFixture[str]):
     example.model.evaluate(example.x, example.y, batch_size=8)
     example.model.predict(example.x, batch_size=2)
@@ -204,7 +205,12 @@ def test_other_processes_are_silent(monkeypatch: pytest.MonkeyPatch):
     assert _progress.progress("auto", "fit") == []
 
 
-@pytest.mark.parametrize("options", [{}, {"verify": "first"}, {"steps_per_execution": 2}], ids=str)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"verify": "first"}, {"steps_per_execution": 2}],
+    ids=str,
+)
 def test_the_speed_excludes_compilation_of_later_batches(
     s2: dj.Strategy,
     capsys: pytest.CaptureFixture[str],

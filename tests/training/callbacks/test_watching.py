@@ -114,6 +114,7 @@ def fitted_model(strategy: Any, tx: Any, *callbacks: Any) -> dj.Model:
     return model
 
 
+@pytest.mark.exhaustive
 def test_the_rate_of_an_optax_optimizer_can_be_read_and_set(s4: Any):
     halve = dj.callbacks.LearningRateScheduler(lambda epoch, lr: lr / 2)
     models = [fitted_model(s4, tx, halve) for tx in (optax.sgd(0.01), "sgd")]
@@ -123,6 +124,7 @@ def test_the_rate_of_an_optax_optimizer_can_be_read_and_set(s4: Any):
     assert models[0].learning_rate == 0.5
 
 
+@pytest.mark.exhaustive
 def test_the_rate_of_a_schedule_can_be_read_and_not_set(s2: Any):
     model = fitted_model(s2, optax.adam(optax.linear_schedule(0.1, 0.0, 10)))
     assert model.learning_rate == pytest.approx(0.08)
@@ -236,6 +238,7 @@ def search(strategy: dj.Strategy, **options: Any) -> dj.callbacks.LearningRateFi
     return finder
 
 
+@pytest.mark.exhaustive
 def test_rates_grow_until_the_loss_does(s2: dj.Strategy):
     """The search ends where SGD diverges; the suggestion is a lower rate, at which the loss falls."""
     finder = search(s2)
@@ -247,6 +250,7 @@ def test_rates_grow_until_the_loss_does(s2: dj.Strategy):
     assert 10 <= finder.rates.index(finder.suggestion) < finder.losses.index(lowest)
 
 
+@pytest.mark.exhaustive
 def test_too_few_batches_and_wrong_rates():
     model = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
     model.compile("sgd", "mse")
