@@ -70,7 +70,7 @@ def check_program(program: str, *, is_module: bool, command: str = "launch") -> 
         )
 
 
-def _at_least(least: int) -> Callable[[str], int]:
+def at_least(least: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not (text.isascii() and text.isdigit() and int(text) >= least):
             raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= {least}")
@@ -90,15 +90,15 @@ def _seconds(text: str) -> float:
 
 
 _OPTIONS: tuple[tuple[Sequence[str], Callable[[str], Any], Any, str, str], ...] = (
-    (("-n", "--processes", "--max-processes", "--nproc-per-node"), _at_least(1), 1, "N",
+    (("-n", "--processes", "--max-processes", "--nproc-per-node"), at_least(1), 1, "N",
      "number of processes (1)"),
-    (("--min-processes",), _at_least(1), None, "K",
+    (("--min-processes",), at_least(1), None, "K",
      "continue without processes that fail while at least K are left; default: restart all of them"),
     (("--rejoin",), _seconds, 60.0, "SECONDS",
      "time with fewer processes after which they save, and those that failed are started again (60)"),
-    (("--devices-per-process",), _at_least(1), None, "M",
+    (("--devices-per-process",), at_least(1), None, "M",
      "simulated CPU devices of each process; default: the devices that JAX finds"),
-    (("--max-restarts",), _at_least(0), 3, "R",
+    (("--max-restarts",), at_least(0), 3, "R",
      "give up after this many restarts in a row without a step beyond all earlier ones (3)"),
     (("--max-pause",), _seconds, 30.0, "SECONDS",
      "longest pause before a restart without progress: 1, 2, 4, … up to this (30)"),

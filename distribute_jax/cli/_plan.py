@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from distribute_jax import _context
-from distribute_jax.cli._launch import add_program, check_program
+from distribute_jax._checks import check_number, check_optional
+from distribute_jax.cli._launch import add_program, at_least, check_program
 from distribute_jax.launch import say
 from distribute_jax.program import StepPlan, plan_table
 
@@ -25,11 +26,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(",")))
+    return tuple(map(at_least(1), text.split(",")))
 
 
 def run(options: argparse.Namespace) -> int:
     check_program(options.program, is_module=options.module, command="plan")
+    check_optional(check_number, "plan: --memory", options.memory)
     memory = None if options.memory is None else int(options.memory * 2**30)
 
     def show(plan: Callable[[int | None], StepPlan]) -> NoReturn:

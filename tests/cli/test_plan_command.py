@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -58,3 +59,16 @@ def test_a_program_without_a_step_is_an_error(text, error, tmp_path, capfd, monk
         (tmp_path / "train.py").write_text(text)
     assert main(["plan", str(tmp_path / "train.py")]) == 1
     assert error in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--replicas=8,x", "--replicas=0", "--memory=nan", "--memory=0"])
+def test_a_number_that_cannot_be_is_refused_by_the_name_of_its_option(option, tmp_path, capfd):
+    """The last line has the option, what it takes and what was received; the program does not run."""
+    (tmp_path / "train.py").write_text("print('ran')")
+    with contextlib.suppress(SystemExit):
+        assert main(["plan", option, str(tmp_path / "train.py")]) == 1
+    out, err = capfd.readouterr()
+    name, _, value = option.partition("=")
+    last = err.splitlines()[-1]
+    assert (out, name in last, value.split(",")[-1] in last) == ("", True, True)
+    assert "an integer >= 1" in last or "a number above 0" in last
