@@ -79,8 +79,8 @@ def slots_of(tree: Any) -> tuple[list[Slot], Callable[[], Any]]:
         paths, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"The tree cannot be walked: {error}. The keys of a dict must be of one type that sorts, "
-            "such as str."
+            f"The tree cannot be walked: {str(error).rstrip('.')}. The keys of a dict must be of one type "
+            "that sorts, such as str."
         ) from error
     leaves = [leaf for _, leaf in paths]
     slots: list[Slot] = []

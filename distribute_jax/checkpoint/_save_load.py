@@ -131,7 +131,7 @@ def directory_of(method: str, path: str | os.PathLike[str]) -> Directory:
         raise ArgumentError(
             f"{method} got {path!r}: a Path keeps one slash of a URL. Pass the text: {url!r}."
         )
-    text = os.path.abspath(text)
+    text = os.path.abspath(os.path.expanduser(text))
     if re.search(r"[*?\[]", text):
         raise ArgumentError(
             f"{method} got {text!r}: Orbax reads *, ? and [ in a path as a pattern of names, and would not "

@@ -228,6 +228,15 @@ def test_a_path_with_wildcards_is_refused(name: str, tmp_path: Path) -> None:
         save(tmp_path / name, {"x": 1})
 
 
+def test_a_tilde_is_the_home_folder_and_an_empty_path_is_refused(tmp_path, monkeypatch) -> None:
+    """Otherwise steps would be kept, and old ones removed, in a folder "~" or where the program started."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert dj.CheckpointManager("~/run").directory == tmp_path / "run"
+    for make in (dj.CheckpointManager, dj.callbacks.BackupAndRestore):
+        with pytest.raises(dj.ArgumentTypeError, match="must be a path; got ''"):
+            make("")
+
+
 def test_save_with_check_refuses_copies_that_differ(tmp_path: Path) -> None:
     """Nothing is written then; without a difference it saves as without the check."""
     strategy = dj.MirroredStrategy([0, 1, 2])
