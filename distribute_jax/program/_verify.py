@@ -73,6 +73,11 @@ all_reduce("mean", gradients) with a mean over this replica's examples. dj.Optim
 needs the first loss. A step that divides by the number of replicas must read it from \
 dj.get_replica_context().num_replicas_in_sync."""
 
+_TERMS = """
+Where gradients are summed, add dj.scale_regularization_loss(penalty) to the loss, so that a penalty on the \
+weights counts once. A value that is not a sum over examples, such as a variance, the norm that clips \
+gradients, or a loss over pairs, must be computed from what all_reduce or all_gather returned."""
+
 _MEANT = """
 If the step is meant to differ from one device, as with a loss over pairs of one replica's examples: \
 strategy.run(..., options=dj.RunOptions(verify="off"))."""
@@ -151,7 +156,8 @@ def _verify_auto(call: Call, entry: BoundProgram, values: Sequence[Any], flat: l
 
 def _not_equal(entry: BoundProgram, call: Call, lines: list[str], hint: str = "") -> NotEqualError:
     scaled = any("number of replicas" in line for line in lines)
-    hint = f"{_RANDOM if draws_random_numbers(entry) else ''}{_PAIRS if scaled else ''}{hint}"
+    random = _RANDOM if draws_random_numbers(entry) else ""
+    hint = f"{random}{_PAIRS if scaled else '' if random else _TERMS}{hint}"
     replicas = num_replicas(call.mesh)
     return NotEqualError(_UNEQUAL.format(replicas=replicas, lines=listed(lines), hint=hint))
 
