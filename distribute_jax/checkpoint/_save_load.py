@@ -166,7 +166,7 @@ def make_draft(directory: Directory, name: str, tree: Any, step: int | None, met
     _context.fetch_state(lambda: _wanted_state(tree))
     with step_lock:  # a step of another thread could donate arrays, or leave tracers
         slots = on_all(method, lambda: _readable_slots(tree, method))
-        check_same_tree(slots, method)
+        check_same_tree(slots, name, method)
         token = by_chief(method, lambda: secrets.token_hex(4))
         texts, pieces = copy_to_host(slots)
     arrays = (slot.current for slot in slots if isinstance(slot.current, jax.Array))

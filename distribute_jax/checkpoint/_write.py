@@ -37,7 +37,7 @@ from distribute_jax.checkpoint._storage import Directory
 from distribute_jax.processes import current_job
 
 _DIFFER = """\
-{method}: these leaves differ between the processes, and a checkpoint can hold only one value of each:
+{method}: these differ between the processes, and a checkpoint can hold only one of each:
 {lines}
 Save what is the same on all processes: build models and optimizers in the scope of the strategy of the \
 job, and leave out what belongs to one process."""
@@ -195,14 +195,14 @@ def _manifest(draft: Draft, written: Sequence[Mapping[str, Any]]) -> str:
     return manifest_text(Manifest(draft.step, arrays, files, leaves, draft.made_by))
 
 
-def check_same_tree(slots: Sequence[Slot], method: str) -> None:
-    """Raises if the processes are about to save different leaves, or different local values.
+def check_same_tree(slots: Sequence[Slot], name: str, method: str) -> None:
+    """Raises if the processes are about to save different steps, leaves or local values.
 
     Values of global arrays are not compared; ``check_in_sync`` does that.
     """
     if current_job().is_alone:
         return
-    local = {slot.spec.path: _identity(slot) for slot in slots}
+    local = {"the step or name": name} | {slot.spec.path: _identity(slot) for slot in slots}
     total = hashlib.sha256(json.dumps(local).encode()).hexdigest()
     if len(set(all_values(method, total))) == 1:
         return

@@ -93,6 +93,7 @@ FAILURES = {
     "chief": ("CheckpointFileError", ["is a folder with other files in it"]),
     "later": ("CheckpointFileError", ["broken/2 could not be written"]),
     "missing": ("CheckpointError", ["There is no checkpoint at"]),
+    "other step": ("CheckpointError", ["the step or name: 8 on process 0, 9 on process 1"]),
     "no step": ("CheckpointError", ["There is no step 9", "There are [2]"]),
 }
 
