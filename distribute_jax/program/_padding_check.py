@@ -274,11 +274,10 @@ def _refuse_differing(
         again = numbers(entry.execute(copied(flat)))
         differing = [k for k in differing if exactly_equal(one[k], again[k])]
     near: list[list[Any]] = []
-    for outcome in nudged_outcomes(entry, flat) if nudged else ():
-        if not differing:
-            break
+    for outcome in nudged_outcomes(entry, flat) if differing and nudged else ():
         near.append(numbers(outcome))
-        differing = [k for k in differing if differ(k, near)]
+        if not (differing := [k for k in differing if differ(k, near)]):
+            break
     if differing:
         sizes = {k: largest(finite(one[k]) - finite(other[k])) for k in differing}
         lines = [f"{names[k]} differs by up to {size:.3g}" for k, size in sizes.items()]

@@ -331,7 +331,7 @@ class Stateful:
             >>> served.call(np.ones((5, 3), np.float32)).shape
             (5, 2)
         """
-        if not Path(path).name or Path(path).is_dir():
+        if Path(path).is_dir():
             refuse("export(path)", "the path of a file", path)
         with converting("export(platforms)", platforms, "a list of platforms, or None"):
             platforms = None if platforms is None else list(platforms)

@@ -126,7 +126,7 @@ def test_a_module_that_cannot_be_exported_is_refused_and_leaves_the_file(
         halves.export(path, iter([X]))
     with pytest.raises(ValueError, match="one of 'cpu', 'cuda', 'tpu'"):
         halves.export(path, X, platforms=["gpu"])
-    with pytest.raises(ValueError, match="the path of a file; got ''"):
+    with pytest.raises(ValueError, match="path must be a path; got ''"):
         halves.export("", X)
     with pytest.raises(ValueError, match="a list of platforms"):
         halves.export(path, X, platforms=3)

@@ -150,8 +150,6 @@ class BackupAndRestore(Callback):
         save_before_preemption: bool = False,
     ) -> None:
         super().__init__()
-        if not os.fspath(backup_dir):
-            raise ArgumentError("backup_dir must name a folder; got ''.")
         if save_freq is False and not save_before_preemption:
             raise ArgumentError(
                 "BackupAndRestore(save_freq=False) never saves without save_before_preemption=True."

@@ -227,7 +227,7 @@ def test_a_backup_of_another_model_is_refused(example: Any, tmp_path: Path, s2: 
 
 
 def test_arguments_are_checked(tmp_path: Path):
-    with pytest.raises(ValueError, match="backup_dir must name a folder"):
+    with pytest.raises(ValueError, match="backup_dir must be a path; got ''"):
         dj.callbacks.BackupAndRestore("")
     with pytest.raises(ValueError, match="save_freq must be an integer >= 1; got 0"):
         backup(tmp_path, save_freq=0)
