@@ -195,6 +195,7 @@ def test_logits_far_from_zero_have_losses_and_gradients():
     )
 
 
+@pytest.mark.exhaustive
 def test_gradients_at_edge_cases_are_finite():
     """Vectors of zeros, certain probabilities, and an ignored row that holds NaN."""
     cosine = jax.grad(lambda p: losses.CosineSimilarity()(jnp.ones((2, 3)), p))(jnp.zeros((2, 3)))

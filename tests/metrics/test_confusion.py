@@ -61,6 +61,7 @@ def test_results_without_weights_are_those_of_keras():
     assert set(KERAS) == set(MAKE)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The global batch has")
 def test_results_over_full_and_partial_batches_are_those_of_keras(strategy: dj.Strategy):
     """Eight examples, and five; with weights."""

@@ -467,6 +467,7 @@ def test_the_base_class_names_what_is_missing():
         Metric().compute()
 
 
+@pytest.mark.exhaustive
 def test_keras_classes_and_methods_are_exact_over_partial_batches(s4: dj.MirroredStrategy):
     """Each metric equals its mean over all examples, with Keras's names and methods."""
     rng = np.random.default_rng(0)

@@ -41,6 +41,7 @@ def ended_within(results: list[ProcessResult], limit: float) -> None:
     assert not any(result.ended_by_cluster for result in results), "a process did not end by itself"
 
 
+@pytest.mark.exhaustive
 def test_an_exception_ends_all_processes_with_its_text():
     """The error is the last output, and the other process names the one that raised it."""
     results = run(fault_functions.loop, 50, environment={"BAD_BATCH": "1"})

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 
 import distribute_jax as dj
@@ -132,7 +133,7 @@ def check_interrupted_everywhere(
     return at
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [k if k == "run" else long(k) for k in KINDS])
 def test_an_interrupt_around_the_program_leaves_the_state_as_before_or_after(
     s2: dj.Strategy, kind: str
 ):

@@ -34,6 +34,7 @@ def test_the_average_loss_divides_by_the_real_examples(strategy: dj.Strategy):
     np.testing.assert_allclose(losses, [x.sum(1).mean() for x in data], rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The global batch has")
 def test_batches_are_explicit_transfers(strategy: dj.Strategy):
     """JAX's transfer guard lets full and partial batches pass, and ``fit``; not the numbers of a user."""

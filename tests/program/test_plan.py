@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import long
 from flax import nnx
 
 import distribute_jax as dj
@@ -70,10 +69,8 @@ STRATEGIES: dict[str, tuple[Callable[[], dj.Strategy], set[str], int]] = {
 """For each strategy: how it is made, its collectives, and how many arrays are divided."""
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [k if k == "fully" else long(k) for k in STRATEGIES],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", STRATEGIES)
 def test_the_bytes_of_a_plan_are_those_of_the_program_that_runs(kind: str) -> None:
     """Each kind of bytes equals that of the compiled program, and state has the planned placement."""
     make, sent, divided = STRATEGIES[kind]

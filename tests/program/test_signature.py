@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import long
 from flax import nnx
 
 import distribute_jax as dj
@@ -69,13 +68,10 @@ def _batch(strategy: dj.Strategy) -> Any:
     return batch
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("names", "number"),
-    [
-        (("module", "variable", "array", "number", "none"), 2),
-        long(KINDS, 2),
-        long(KINDS, 3),
-    ],
+    [(("module", "variable", "array", "number", "none"), 2), (KINDS, 2), (KINDS, 3)],
 )
 def test_arguments_may_change_places_from_call_to_call(s4: dj.Strategy, names: Any, number: int):
     with s4.scope():

@@ -505,6 +505,7 @@ def test_another_value_of_the_environment_is_refused(
         s4.run(lambda: 1.0)
 
 
+@pytest.mark.exhaustive
 def test_fit_is_compared_where_the_step_is_the_users(s2: dj.MirroredStrategy):
     """The built-in step is compared on request only."""
 

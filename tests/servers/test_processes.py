@@ -193,6 +193,7 @@ def test_many_kills(one_device: dj.Strategy, staleness: int, engine: str) -> Non
     assert max(killer.seconds) < 30
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "engine",
     [
@@ -283,6 +284,7 @@ def sockets_that_listen(pids: list[int]) -> Iterator[str]:
                 yield line
 
 
+@pytest.mark.exhaustive
 @ENGINES
 def test_nobody_listens_and_workers_join_and_leave(engine: str) -> None:
     """No other machine reaches a socket; with one worker more and one fewer each closure is applied once."""

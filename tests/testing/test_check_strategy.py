@@ -11,6 +11,7 @@ import broken
 import jax
 import pytest
 import tpu_factories
+from cases import long
 
 import distribute_jax as dj
 from distribute_jax.testing._check_strategy import CHECKS
@@ -29,7 +30,9 @@ FACTORIES: dict[str, Callable[[Any], dj.Strategy]] = {
 }
 
 
-@pytest.mark.parametrize(("factory", "n"), [(dj.OneDeviceStrategy, 1), (dj.MirroredStrategy, 4)])
+@pytest.mark.parametrize(
+    ("factory", "n"), [long(dj.OneDeviceStrategy, 1), (dj.MirroredStrategy, 4)]
+)
 def test_a_strategy_passes_and_the_report_says_which_checks_ran(factory: Any, n: int):
     only = [
         *("context_of_scope", "context_of_run", "mixed_strategies_refused", "replica_order"),

@@ -184,6 +184,7 @@ def headed(strategy: dj.Strategy, **options: Any) -> dj.Model:
     return compile_model(strategy, Headed, optimizer=optax.adam(0.1), **options)
 
 
+@pytest.mark.exhaustive
 def test_only_trained_weights_change_and_have_optimizer_state(s4: dj.Strategy):
     model, first = headed(s4, trainable="^head"), Headed()
     model.fit(X[:16], TARGETS, batch_size=8, verbose=0)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import long
 from flax import linen, nnx
 from model_factory import compile_model
 
@@ -490,8 +489,9 @@ class Synchronised(Net):
         self.norm.axis_name = "data"
 
 
-@pytest.mark.parametrize("rows", [long(20), 21])
-@pytest.mark.parametrize("replicas", [*(long(n) for n in (1, 2)), 4])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rows", [20, 21])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_batch_norm_is_exact_on_a_partial_batch(
     replicas: int, rows: int, caplog: pytest.LogCaptureFixture
 ):

@@ -76,6 +76,7 @@ def on_one_device() -> dict[str, list[Any]]:
     return trained(dj.OneDeviceStrategy("cpu:0"), dj.Optimizer, explicit=False)
 
 
+@pytest.mark.exhaustive
 def test_it_equals_an_explicit_sum_and_one_device(strategy: dj.Strategy):
     """Bitwise the explicit sum, and to rounding one device."""
     usual = functools.partial(nnx.Optimizer, wrt=nnx.Param)

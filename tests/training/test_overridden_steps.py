@@ -78,6 +78,7 @@ class Distiller(dj.Model):
         return {"loss": dj.compute_average_loss(self.weight * self.teacher(x)[:, 0])}
 
 
+@pytest.mark.exhaustive
 def test_a_step_reaches_what_a_subclass_adds(s4: dj.Strategy):
     """Modules, optimizers and metrics are state; a number that a callback changes is that of the epoch."""
     zeros = nnx.initializers.zeros

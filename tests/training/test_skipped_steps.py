@@ -128,7 +128,8 @@ def test_a_gradient_that_cannot_be_squared_is_skipped(strategy: dj.Strategy) -> 
     assert optimizer.skipped_steps == 1
 
 
-@pytest.mark.parametrize("together", [long(1), 4])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("together", [1, 4])
 def test_after_max_consecutive_it_raises_and_none_was_applied(
     s4: dj.Strategy, together: int
 ) -> None:

@@ -97,6 +97,7 @@ def test_a_batch_norm_passes_on_shares_of_different_lengths(s4: dj.Strategy):
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_only_the_first_batch_is_compared(s4: dj.Strategy, monkeypatch: pytest.MonkeyPatch):
     seen: list[Any] = []
     run = type(s4).run
