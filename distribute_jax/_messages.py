@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeAlias, TypeVar
@@ -13,6 +14,8 @@ import numpy as np
 
 from distribute_jax._absent import describe_foreign
 from distribute_jax._errors import MORE, ArgumentError, DistributeError
+
+_XLA_STATUS = re.compile(r"(UNKNOWN|INTERNAL|ABORTED|CANCELLED|UNAVAILABLE|DEADLINE_EXCEEDED): ")
 
 
 def path_text(path: KeyPath, root: str = "") -> str:
@@ -43,6 +46,16 @@ def error_text(error: BaseException) -> str:
     """Returns the first and last line of an error's text, without JAX's C++ frames and ``MORE``."""
     lines = [line for line in str(error).split(f"\n{MORE}")[0].splitlines() if line.strip()]
     return " … ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
+
+
+def is_runtime_failure(error: BaseException) -> bool:
+    """True if a program failed while it ran, rather than because of the types of its inputs.
+
+    If XLA runs a program in the calling thread, JAX raises a ValueError with XLA's text.
+    """
+    return isinstance(error, jax.errors.JaxRuntimeError) or (
+        isinstance(error, ValueError) and _XLA_STATUS.match(str(error)) is not None
+    )
 
 
 def listed(lines: list[str], most: int = 10) -> str:

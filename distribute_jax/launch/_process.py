@@ -130,10 +130,13 @@ class ProcessGroup:
         specs: Sequence[ProcessSpec],
         sinks: Callable[[ProcessSpec], tuple[Sink, Sink]],
         on_exit: Callable[[ChildProcess], None],
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self.children: list[ChildProcess] = []
         try:
             for spec in specs:
+                if is_stopped():
+                    break
                 self.children.append(ChildProcess(spec, sinks(spec), on_exit))
         except BaseException as error:
             self.stop(grace=0)

@@ -124,10 +124,13 @@ class Inbox:
             return self._events.get(timeout=max(0.0, seconds))
         return None
 
+    def is_stopped(self) -> bool:
+        return self.stop_signal is not None
+
     def pause(self, seconds: float) -> None:
         """Waits between two attempts, or until the supervisor is asked to stop."""
         deadline = time.monotonic() + seconds
-        while self.stop_signal is None and (left := deadline - time.monotonic()) > 0:
+        while not self.is_stopped() and (left := deadline - time.monotonic()) > 0:
             self.get(left)
 
 
@@ -177,13 +180,14 @@ class Attempt:
 
     def run(self) -> AttemptOutcome:
         """Waits until all processes have ended, and returns the outcome."""
-        with ProcessGroup(self._specs, self._sinks, self._inbox.put) as group:
+        inbox = self._inbox
+        with ProcessGroup(self._specs, self._sinks, inbox.put, inbox.is_stopped) as group:
             while group.running and (left := self._limit - time.monotonic()) > 0:
                 until_rejoin = self._rejoin_at - time.monotonic()
-                self._handle(group, self._inbox.get(min(left, until_rejoin, _DAY_SECONDS)))
+                self._handle(group, inbox.get(min(left, until_rejoin, _DAY_SECONDS)))
                 if time.monotonic() >= self._rejoin_at:
                     self._rejoin(group)
-            while (event := self._inbox.get(0)) is not None:
+            while (event := inbox.get(0)) is not None:
                 self._handle(group, event)
             killed = [] if self._stop_signal is None else group.running
             group.stop(grace=_FAILURE_GRACE_SECONDS if self._stop_signal is None else 0)

@@ -18,7 +18,10 @@ from distribute_jax.processes._job import (
     is_chief as is_chief,
     job_of as job_of,
 )
-from distribute_jax.processes._liveness import describe_processes as describe_processes
+from distribute_jax.processes._liveness import (
+    describe_processes as describe_processes,
+    naming_other_processes as naming_other_processes,
+)
 from distribute_jax.processes._status import (
     COMPILING as COMPILING,
     RESTORING as RESTORING,

@@ -13,7 +13,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from itertools import count
 from types import TracebackType
@@ -21,12 +21,19 @@ from typing import Any
 
 import jax
 
-from distribute_jax._errors import DistributeError, StepFailedError
-from distribute_jax._messages import error_text
+from distribute_jax._errors import DeadlineExceededError, DistributeError, StepFailedError
+from distribute_jax._messages import error_text, is_runtime_failure
 from distribute_jax._supervision import AWAITED, DIVERGED, HUNG, OTHER_FAILED, SAVED
 from distribute_jax.processes._job import Job, current_job
 from distribute_jax.processes._signals import exit_process, record_exit_code, requested_exit, say
-from distribute_jax.processes._status import COMPILING, RESTORING, Activity, activity, status_writer
+from distribute_jax.processes._status import (
+    COMPILING,
+    RESTORING,
+    Activity,
+    activity,
+    doing,
+    status_writer,
+)
 
 _MIN_TICK_SECONDS = 0.5
 _MAX_BEATS_PER_SECOND = 100
@@ -124,6 +131,27 @@ def describe_processes() -> str:
     except jax.errors.JaxRuntimeError:
         return ""  # process 0 has ended
     return "\nAll processes of a job compute a step together. Where each is:\n" + "\n".join(lines)
+
+
+@contextlib.contextmanager
+def naming_other_processes(caller: str, is_alone: bool) -> Iterator[None]:
+    """Lets the errors of a collective in the block name the processes that did not join it."""
+    if is_alone:
+        yield
+        return
+    try:
+        with doing(f"waiting for all processes at {caller}"):
+            yield
+    except Exception as error:
+        if not (is_runtime_failure(error) or isinstance(error, StepFailedError)):
+            raise
+        reason = error_text(error.__cause__ or error)
+        is_late = "timed out" in reason.lower() or "DEADLINE_EXCEEDED" in reason
+        kind = DeadlineExceededError if is_late else StepFailedError
+        raise kind(
+            f"{caller} failed, which all processes have to call together, in the same order: "
+            f"{reason}{describe_processes()}"
+        ) from error
 
 
 def _lines(

@@ -23,7 +23,6 @@ from distribute_jax.program._ahead_of_time import (
     plan_table as plan_table,
 )
 from distribute_jax.program._binding import step_lock as step_lock
-from distribute_jax.program._failures import is_runtime_failure as is_runtime_failure
 from distribute_jax.program._halves import (
     Halves as Halves,
     ServerHalf as ServerHalf,

@@ -30,12 +30,12 @@ from distribute_jax._jax_private import (
     write_raw,
 )
 from distribute_jax._mesh import program_input, put
-from distribute_jax._messages import error_text, is_donated, is_key, listed
+from distribute_jax._messages import error_text, is_donated, is_key, is_runtime_failure, listed
 from distribute_jax._values import PerReplica, copied_here, mark_all_mirrored
 from distribute_jax.processes import calling
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding, Contents
-from distribute_jax.program._failures import is_runtime_failure, non_finite_kind, step_failure
+from distribute_jax.program._failures import non_finite_kind, step_failure
 from distribute_jax.program._program import Program
 from distribute_jax.program._results import rebuild
 from distribute_jax.program._state_placement import fresh_copy

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,8 +20,6 @@ from distribute_jax.program._jaxprs import needed_only
 from distribute_jax.program._program import Program
 from distribute_jax.program._remarks import Notice
 from distribute_jax.program._replica_context import draws_per_replica
-
-_XLA_STATUS = re.compile(r"(UNKNOWN|INTERNAL|ABORTED|CANCELLED|UNAVAILABLE|DEADLINE_EXCEEDED): ")
 
 _INTACT = """\
 The compiled step failed while it ran; the state is as before the call.
@@ -44,16 +41,6 @@ def step_failure(step: str, program: Program, error: Exception, *, lost: bool) -
         state = what.split("\nThe reason:")[0] if lost else "The state is as before the call."
         return FloatingPointError(_NOT_FINITE.format(step=step, kind=kind, state=state))
     return StepFailedError(f"{step}: {what}{describe_processes()}")
-
-
-def is_runtime_failure(error: BaseException) -> bool:
-    """True if a program failed while it ran, rather than because of the types of its inputs.
-
-    If XLA runs a program in the calling thread, JAX raises a ValueError with XLA's text.
-    """
-    return isinstance(error, jax.errors.JaxRuntimeError) or (
-        isinstance(error, ValueError) and _XLA_STATUS.match(str(error)) is not None
-    )
 
 
 def non_finite_kind(error: Exception) -> str | None:

@@ -29,8 +29,7 @@ import numpy as np
 
 from distribute_jax._errors import ContextError, StepFailedError, UnsupportedError
 from distribute_jax._interrupts import interrupts_held_back
-from distribute_jax._messages import error_text
-from distribute_jax.program._failures import is_runtime_failure
+from distribute_jax._messages import error_text, is_runtime_failure
 from distribute_jax.program._halves import Halves
 from distribute_jax.program._part import as_key, as_numbers, export_part
 from distribute_jax.servers._coordinator import Coordinator

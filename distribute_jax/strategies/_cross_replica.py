@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from distribute_jax import _context, _frames
 from distribute_jax._checks import converting
-from distribute_jax._errors import ArgumentError, DeadlineExceededError, StepFailedError, log_once
+from distribute_jax._errors import ArgumentError, log_once
 from distribute_jax._jax_private import uncommitted
 from distribute_jax._mesh import (
     is_local,
@@ -27,7 +27,7 @@ from distribute_jax._mesh import (
     replicated,
     wait_on_cpu,
 )
-from distribute_jax._messages import check_int_range, error_text, is_key, leaf_text, promoting
+from distribute_jax._messages import check_int_range, is_key, leaf_text, promoting
 from distribute_jax._values import (
     DistributedValues,
     Layout,
@@ -47,8 +47,8 @@ from distribute_jax.collectives._reduction import (
     sum_dtype,
     wide,
 )
-from distribute_jax.processes import describe_processes, doing, job_of
-from distribute_jax.program import MergedValues, is_runtime_failure
+from distribute_jax.processes import job_of, naming_other_processes
+from distribute_jax.program import MergedValues
 from distribute_jax.strategies._input import stacked_value
 from distribute_jax.variables import Variable, mesh_of_components, on_replicas, readable_raw
 
@@ -75,7 +75,7 @@ def reduce_values(op: ReduceOp, values: Sequence[Any], axis: Any, mesh: Mesh) ->
     leaves, equal = [_summable(op, value, mesh) for value, _ in pairs], [e for _, e in pairs]
     results: dict[int, jax.Array] = {}
     by_mesh: dict[Mesh, list[int]] = {}
-    with naming_other_processes("strategy.reduce", mesh), ExitStack() as stack:
+    with naming_other_processes("strategy.reduce", is_local(mesh)), ExitStack() as stack:
         for i, leaf in enumerate(leaves):
             stack.enter_context(reading(leaf))
             if _is_one_array(leaf):
@@ -124,7 +124,7 @@ def gather_value(value: Any, axis: int, mesh: Mesh) -> jax.Array:
     """Concatenates one leaf of all replicas along a dim."""
     value, is_equal = _unwrap(value, mesh)
     value = check_int_range(value, "strategy.gather")
-    with naming_other_processes("strategy.gather", mesh), reading(value):
+    with naming_other_processes("strategy.gather", is_local(mesh)), reading(value):
         if _is_one_array(value):
             return _gather_global(value, axis)
         if isinstance(value, DistributedValues):
@@ -395,24 +395,3 @@ def on_host_device(array: jax.Array) -> jax.Array:
     if isinstance(array, jax.core.Tracer):
         return array
     return uncommitted(replicated(array).addressable_data(0))
-
-
-@contextmanager
-def naming_other_processes(caller: str, mesh: Mesh) -> Iterator[None]:
-    """Lets the errors of a collective in the block name the processes that did not join it."""
-    if is_local(mesh):
-        yield
-        return
-    try:
-        with doing(f"waiting for all processes at {caller}"):
-            yield
-    except Exception as error:
-        if not (is_runtime_failure(error) or isinstance(error, StepFailedError)):
-            raise
-        reason = error_text(error.__cause__ or error)
-        is_late = "timed out" in reason.lower() or "DEADLINE_EXCEEDED" in reason
-        kind = DeadlineExceededError if is_late else StepFailedError
-        raise kind(
-            f"{caller} failed, which all processes have to call together, in the same order: "
-            f"{reason}{describe_processes()}"
-        ) from error

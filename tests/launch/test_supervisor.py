@@ -158,6 +158,14 @@ def test_a_limit_that_the_processes_reach_is_reported(tmp_path, monkeypatch):
         ProcessGroup([spec], lambda _: (print, print), print)
 
 
+def test_a_stop_while_processes_start_starts_no_more_of_them(launch):
+    """The first of a thousand asks the supervisor to stop; a start takes 5 ms and more."""
+    program = "import signal\nos.kill(os.getppid(), signal.SIGTERM)\nprint('started', flush=True)"
+    launched = launch(program, "-n=1000", "--grace=1")
+    assert launched.code
+    assert sum("started" in line for line in launched.out) < 500
+
+
 def test_a_job_is_restarted_as_long_as_there_is_progress(launch):
     """Five times, although one restart without progress is the limit."""
     launched = launch("step(attempt)\nif attempt < 5: sys.exit(3)", "--max-restarts=1")

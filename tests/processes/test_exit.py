@@ -62,15 +62,20 @@ def later_than_the_others_waited():
     return said, total
 
 
-def reduce_by_one():
-    """Process 0 calls ``reduce`` alone; the other one is in its own code."""
+def called_by_one(call):
+    """Process 0 calls ``reduce`` or ``check_in_sync`` alone; the other one is in its own code."""
     strategy = fault_functions.make_strategy(step_seconds=2.0)
     value = fault_functions.batch(strategy)
-    strategy.reduce("sum", value)  # so that the devices are connected
+    with strategy.scope():
+        weight = dj.Variable(jax.numpy.ones(3))
+    strategy.reduce("sum", value)
+    dj.check_in_sync(weight)  # so that the devices are connected
     if jax.process_index():
         time.sleep(8)
         return ""
     try:
+        if call == "dj.check_in_sync":
+            dj.check_in_sync(weight)
         return str(strategy.reduce("mean", value, axis=0))
     except dj.DeadlineExceededError as error:
         return str(error)
@@ -138,10 +143,11 @@ def test_of_two_failures_at_once_one_is_the_cause():
 
 
 @pytest.mark.exhaustive
-def test_a_reduction_that_the_others_never_join_names_who_is_missing():
-    """``reduce`` on one process only is a DeadlineExceededError with what each process is doing."""
-    text = run(reduce_by_one)[0].value
-    assert text.startswith("strategy.reduce failed, which all processes have to call together")
+@pytest.mark.parametrize("call", ["strategy.reduce", "dj.check_in_sync"])
+def test_a_call_that_the_others_never_join_names_who_is_missing(call):
+    """On one process only it is a DeadlineExceededError with what each process is doing."""
+    text = run(called_by_one, call)[0].value
+    assert text.startswith(f"{call} failed, which all processes have to call together")
     assert re.search(r"process 1 .*in your code +<- the others wait", text)
 
 
