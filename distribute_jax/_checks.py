@@ -136,7 +136,8 @@ def is_function(value: Any) -> bool:
 
 def is_path(value: Any) -> bool:
     """True for a str or ``os.PathLike`` that a file system accepts."""
-    return isinstance(value, (str, os.PathLike)) and "\0" not in os.fsdecode(value) != ""
+    text = os.fsdecode(value) if isinstance(value, (str, os.PathLike)) else ""
+    return text != "" and "\0" not in text
 
 
 def check_int(name: str, value: Any, at_least: int = 1, below: int | None = None) -> int:

@@ -571,6 +571,7 @@ def test_terms_that_cancel_up_to_rounding_are_not_a_leak(seed: int):
     x = np.random.default_rng(seed).uniform(1, 2, size=53).astype(np.float32)
     for batch in strategy.distribute_dataset([x[:32], x[32:]]):
         strategy.run(step, args=(batch,))
+    assert float(total[...]) == pytest.approx(0, abs=1e-4)
 
 
 @pytest.mark.parametrize("verified", ["off", "auto", "first"])

@@ -225,10 +225,7 @@ def test_what_the_user_keeps_stays_as_it_was(strategy: dj.Strategy, several: boo
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "how",
-    KEPT,
-)
+@pytest.mark.parametrize("how", KEPT)
 def test_only_what_is_kept_is_copied(
     s2: dj.MirroredStrategy, how: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -149,9 +149,8 @@ def assert_close(left: list[np.ndarray], right: list[np.ndarray], most: float) -
     ("model", "name"),
     [
         ("dense", "sgd"),
-        long("dense", "adam"),
-        *(long(model, "adam") for model in ("dropout", "synchronised batch norm")),
         *(long(model, "sgd") for model in ("dropout", "synchronised batch norm")),
+        *(long(model, "adam") for model in ("dense", "dropout", "synchronised batch norm")),
     ],
 )
 def test_replicas_of_one_device_compute_the_bits_of_several(model: str, name: str):

@@ -206,11 +206,7 @@ def test_other_processes_are_silent(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"verify": "first"}, {"steps_per_execution": 2}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{}, {"verify": "first"}, {"steps_per_execution": 2}], ids=str)
 def test_the_speed_excludes_compilation_of_later_batches(
     s2: dj.Strategy,
     capsys: pytest.CaptureFixture[str],
