@@ -82,14 +82,14 @@ def next_values(call: Call, program: Program) -> dict[int, int]:
     traced, start = program.traced, sum(program.traced.sizes[:2])
     pairs = dict(returned_arguments(call, traced))
     ins, outs = traced.jaxpr.jaxpr.invars, traced.jaxpr.jaxpr.outvars
-    data = enumerate(call.arguments.data, start)
-    old = [*range(traced.sizes[0], start), *(i for i, v in data if not isinstance(v, PerReplica))]
+    batch, end = _batch_inputs(call, traced), start + len(call.arguments.data)
+    old = [i for i in range(traced.sizes[0], end) if i not in batch]
     for k, mirrored in enumerate(program.plan.mirrored, sum(traced.written_sizes)):
         is_new = mirrored and k not in pairs and outs[k].aval.shape
         same = [i for i in old if is_new and _aval(ins[i]) == _aval(outs[k])]
         reads = needed_only(traced.jaxpr.jaxpr, [k])[1] if same else set()
         free = (i for i in same if i in reads and i not in pairs.values())
-        if (i := next(free, None)) is not None and _reads_batch(call, traced, [k]):
+        if (i := next(free, None)) is not None and not batch.isdisjoint(reads):
             pairs[k] = i
     return pairs
 
@@ -98,11 +98,15 @@ def _aval(var: Any) -> tuple[Any, Any]:
     return var.aval.shape, var.aval.dtype
 
 
+def _batch_inputs(call: Call, traced: Traced) -> set[int]:
+    """Returns the inputs that are distributed batches."""
+    data = enumerate(call.arguments.data, sum(traced.sizes[:2]))
+    return {i for i, value in data if isinstance(value, PerReplica)}
+
+
 def _reads_batch(call: Call, traced: Traced, outputs: Sequence[int]) -> bool:
     """True if an output is computed from a distributed batch."""
-    reads, start = needed_only(traced.jaxpr.jaxpr, outputs)[1], sum(traced.sizes[:2])
-    data = enumerate(call.arguments.data, start)
-    return any(i in reads for i, value in data if isinstance(value, PerReplica))
+    return not _batch_inputs(call, traced).isdisjoint(needed_only(traced.jaxpr.jaxpr, outputs)[1])
 
 
 def every_output(entry: BoundProgram) -> list[int]:
