@@ -26,6 +26,9 @@ PYTHON = "Python"
 ITERATOR = "iterator"
 OTHER = "other"
 
+_MAX_DEPTH = 200
+"""Levels of a tree beyond which it is taken to contain itself; JAX fails at less than 1000."""
+
 _NO_AGGREGATION = (
     "an ON_READ variable with aggregation=NONE, which leaves open how the replicas' values become one. "
     "Make it with aggregation=dj.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or save its .values"
@@ -75,13 +78,28 @@ class Slot:
 
 def slots_of(tree: Any) -> tuple[list[Slot], Callable[[], Any]]:
     """Returns every leaf of a tree, and a function for the tree once new values were put."""
+    too_deep: list[Any] = []
+
+    def is_leaf(path: Any, node: Any) -> bool:
+        # What this raised, and a RecursionError, would leave Python's recursion count raised (Python 3.11).
+        if len(path) > _MAX_DEPTH:
+            too_deep.append(path)
+        return bool(too_deep) or _is_leaf(node)
+
     try:
-        paths, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)
+        paths, structure = jax.tree_util.tree_flatten_with_path(
+            tree, is_leaf=is_leaf, is_leaf_takes_path=True
+        )
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"The tree cannot be walked: {str(error).rstrip('.')}. The keys of a dict must be of one type "
             "that sorts, such as str."
         ) from error
+    if too_deep:
+        raise CheckpointError(
+            f"The tree has more than {_MAX_DEPTH} levels at {jax.tree_util.keystr(too_deep[0][:4])}…: a "
+            "dict or list there contains itself. A checkpoint stores a tree: leave that entry out."
+        )
     leaves = [leaf for _, leaf in paths]
     slots: list[Slot] = []
     for i, (path, leaf) in enumerate(paths):

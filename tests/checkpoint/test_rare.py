@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import shutil
 import warnings
 from pathlib import Path
@@ -58,6 +59,18 @@ def test_leaves_with_the_same_path_are_refused(tmp_path: Path) -> None:
     """One of them would be restored into both."""
     with pytest.raises(dj.CheckpointError, match=r"(?s)the same path:.*\['t'\]\.twin"):
         save(tmp_path / "c", {"t": Twins(1, 2)})
+
+
+def test_a_tree_that_contains_itself_is_refused_in_one_line(manager: dj.CheckpointManager) -> None:
+    """Two ways into the cycle; a RecursionError of JAX would leave Python without recursion on 3.11."""
+    cycle: dict[str, Any] = {"x": np.zeros(2)}
+    cycle |= {"again": cycle, "list": [cycle]}
+    message = r"^The tree has more than 200 levels at \['again'\]\['again'\].*contains itself.*\.$"
+    for call in (functools.partial(manager.save, 3), manager.restore_latest):
+        with pytest.raises(dj.CheckpointError, match=message):
+            call(cycle)
+    shared = np.ones(3)
+    assert manager.save(3, {"x": shared, "same": [shared, {"shared": shared}]})
 
 
 def test_a_step_that_another_program_removes_meanwhile_is_skipped_silently(
