@@ -110,11 +110,16 @@ def is_key(value: Any) -> bool:
 
 
 def on_bits(function: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax.Array:
-    """Applies a function to an array; to the underlying bits of random keys."""
-    if not is_key(array):
-        return function(array)
-    bits = function(jax.random.key_data(array))
-    return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(array))
+    """Applies a function to an array; to the underlying bits of random keys, and to int2 as int8.
+
+    XLA's collectives on CPU give wrong int2 values, and write beyond their memory.
+    """
+    if is_key(array):
+        bits = function(jax.random.key_data(array))
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(array))
+    if (dtype := array.dtype).name in ("int2", "uint2"):
+        return function(array.astype(dtype.name.replace("2", "8"))).astype(dtype)
+    return function(array)
 
 
 def is_donated(value: Any) -> bool:

@@ -95,7 +95,8 @@ def all_gather(tree: PyTree, axis: int, *, bound: bool) -> PyTree:
     def gather(path: Any, leaf: Any) -> jax.Array:
         leaf = jnp.asarray(check_int_range(leaf, "all_gather"))
         dim = checked_dim(leaf.ndim, axis, path_text(path), "all_gather")
-        return jnp.asarray(jax.lax.all_gather(leaf, DATA, axis=dim, tiled=True)) if bound else leaf
+        join = functools.partial(jax.lax.all_gather, axis_name=DATA, axis=dim, tiled=True)
+        return on_bits(join, leaf) if bound else leaf
 
     return jax.tree_util.tree_map_with_path(gather, tree)
 
@@ -132,7 +133,8 @@ def _check_joinable(tree: PyTree) -> None:
     if bad:
         raise ArgumentError(
             f"all_gather got leaves that cannot be concatenated:\n{listed(bad)}\nIt takes arrays of "
-            "numbers and bools. Leave out other leaves, and convert a sparse array with value.todense()."
+            "numbers, bools and random keys. Leave out other leaves, and convert a sparse array with "
+            "value.todense()."
         )
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from distribute_jax._checks import as_member, check_int, check_number
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import leaf_text, listed
+from distribute_jax._messages import is_key, leaf_text, listed
 
 
 class CommunicationImplementation(enum.Enum):
@@ -181,7 +181,7 @@ def is_numeric(leaf: Any) -> bool:
 
 
 def is_joinable(leaf: Any) -> bool:
-    """True for numbers, bools and arrays of them, which can be concatenated."""
+    """True for numbers, bools, random keys and arrays of them, which can be concatenated."""
     dtype = getattr(leaf, "dtype", None)
     is_bool = isinstance(leaf, bool) or (dtype is not None and jnp.issubdtype(dtype, jnp.bool_))
-    return is_bool or is_numeric(leaf)
+    return is_bool or is_key(leaf) or is_numeric(leaf)

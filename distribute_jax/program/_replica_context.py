@@ -251,7 +251,8 @@ class ReplicaContext:
         The gradient at a replica is its slice of the summed upstream gradients.
 
         Args:
-            value: a pytree of arrays of numbers or bools with at least one dim (each replica's view).
+            value: a pytree of arrays of numbers, bools or random keys with at least one dim (each
+                replica's view).
             axis: the dim to join along; may be negative.
             options: accepted as in TensorFlow's signature; has no effect on how XLA gathers.
 
@@ -259,7 +260,7 @@ class ReplicaContext:
             The pytree with dim ``axis`` N times as long, mirrored.
 
         Raises:
-            ValueError: a leaf is a scalar, does not have the dim, or holds no numbers or bools.
+            ValueError: a leaf is a scalar, does not have the dim, or holds no numbers, bools or keys.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext#all_gather
         """

@@ -27,7 +27,7 @@ from distribute_jax._mesh import (
     replicated,
     wait_on_cpu,
 )
-from distribute_jax._messages import check_int_range, is_key, leaf_text, promoting
+from distribute_jax._messages import check_int_range, is_key, leaf_text, on_bits, promoting
 from distribute_jax._values import (
     DistributedValues,
     Layout,
@@ -354,7 +354,7 @@ def _gather_global(value: PerReplica, axis: int) -> jax.Array:
     _record_action(f"strategy.gather(axis={axis})", value)
     function = _compiled_gather(dim, value.layout, value.mesh, counts)
     with outside_mesh():
-        return on_host_device(wait_on_cpu(function(value.global_array)))
+        return on_host_device(wait_on_cpu(on_bits(function, value.global_array)))
 
 
 @functools.lru_cache(maxsize=256)

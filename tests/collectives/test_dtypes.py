@@ -138,6 +138,27 @@ def test_bools_are_gathered_everywhere(replicas: int):
     assert all(part.tolist() == expected for part in locals_of(strategy, inside))
 
 
+@pytest.mark.parametrize("dtype", ["int2", "uint2"])
+def test_two_bit_integers_are_gathered_everywhere(dtype: str):
+    """On CPU XLA's own collectives give other values."""
+    strategy = strategy_with(None, 4)
+    values = [np.array([r, 1]).astype(jnp.dtype(dtype)) for r in range(4)]
+    value = on_replicas(strategy, values)
+    inside = strategy.run(lambda x: context().all_gather(x, 0), args=(value,))
+    for joined in (inside, strategy.gather(value, axis=0)):
+        assert joined.dtype == dtype
+        assert joined.tolist() == np.concatenate(values).tolist()
+
+
+def test_random_keys_are_gathered_in_a_step(s2: dj.MirroredStrategy):
+    """Their bits are gathered; the result is mirrored."""
+    keys = [jax.random.split(jax.random.key(r), 2) for r in range(2)]
+    value = on_replicas(s2, keys)
+    joined = s2.run(lambda x: context().all_gather(x, -1), args=(value,))
+    assert isinstance(joined, dj.Mirrored)
+    assert (joined == jnp.concatenate(keys)).all()
+
+
 def test_leaves_that_cannot_be_concatenated_are_named(s2: dj.MirroredStrategy):
     with pytest.raises(ValueError, match=r"cannot be concatenated.*\n  \['t'\]: str 'text'"):
         s2.run(lambda: context().all_gather({"ok": jnp.ones(1), "t": "text"}, 0))
