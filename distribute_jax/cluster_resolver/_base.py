@@ -20,7 +20,8 @@ class ClusterSpec:
     """The jobs of a cluster, and the address of each of their tasks.
 
     A task is one process of a job: ``("worker", 1)`` is the second worker. Indices may leave gaps. An
-    address is ``host:port``; an empty one means that the task exists and that its address is not known.
+    address is ``host:port``, with an IPv6 address ``[::1]:port``; an empty one means that the task exists
+    and that its address is not known.
 
     Args:
         cluster: a ``ClusterSpec``, or a dict from the name of a job to the list of its addresses, or to a
@@ -401,12 +402,19 @@ class ClusterResolver(abc.ABC):
 def with_port(address: str, whose: str) -> str:
     """Returns an address of the form ``host:port`` as it is, or raises."""
     host, _, port = address.rpartition(":")
-    if not (host and port.isdecimal() and 0 < int(port) < 65536):
+    is_host = host and (":" not in host or (host[0] == "[" and host[-1] == "]"))
+    if not (is_host and port.isdecimal() and 0 < int(port) < 65536):
         raise ClusterError(
             f"{whose}, whose address is {address!r}. The other processes connect to it, so it must be "
-            "host:port with a port from 1 to 65535, such as 'host0:2222'."
+            "host:port with a port from 1 to 65535, such as 'host0:2222', or '[::1]:2222' with an IPv6 "
+            "address."
         )
     return address
+
+
+def host_port(host: str, port: int) -> str:
+    """Returns ``host:port``, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host and host[0] != "[" else f"{host}:{port}"
 
 
 def with_layer(address: str, rpc_layer: str | None) -> str:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from distribute_jax._checks import as_member, importing
 from distribute_jax._errors import ClusterError, ServiceError
-from distribute_jax.cluster_resolver._base import WORKER, ClusterResolver, ClusterSpec
+from distribute_jax.cluster_resolver._base import WORKER, ClusterResolver, ClusterSpec, host_port
 from distribute_jax.cluster_resolver._gce import retry_policy
 
 INDEX = "JOB_COMPLETION_INDEX"
@@ -166,7 +166,7 @@ class KubernetesClusterResolver(ClusterResolver):
         pods = {}
         for selector in self._selectors[job]:
             for pod in self._list(selector).items:
-                pods[pod.metadata.name] = f"{_running_ip(pod)}:{self._port}"
+                pods[pod.metadata.name] = host_port(_running_ip(pod), self._port)
         if not pods:
             raise ClusterError(
                 f"KubernetesClusterResolver: no pod of the job {job!r} has the labels "

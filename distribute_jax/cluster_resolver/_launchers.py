@@ -22,7 +22,13 @@ from distribute_jax._supervision import (
     PROCESS_ID,
     has_ended,
 )
-from distribute_jax.cluster_resolver._base import WORKER, ClusterResolver, ClusterSpec, with_port
+from distribute_jax.cluster_resolver._base import (
+    WORKER,
+    ClusterResolver,
+    ClusterSpec,
+    host_port,
+    with_port,
+)
 
 
 class RankClusterResolver(ClusterResolver):
@@ -92,7 +98,7 @@ class TorchrunClusterResolver(RankClusterResolver):
                 f"TorchrunClusterResolver: MASTER_ADDR={host!r} and MASTER_PORT={port} must be the host "
                 "of rank 0 and a port from 1 to 65534."
             )
-        return f"{host}:{port + (os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True')}"
+        return host_port(host, port + (os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"))
 
 
 SIZE = "OMPI_COMM_WORLD_SIZE"
@@ -271,7 +277,7 @@ def _free_address(host: str) -> str:
             f"LaunchedClusterResolver: process 0 cannot listen on {host!r} ({HOST}): {error}. It must be "
             "an address of this machine."
         ) from error
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return host_port(host, port)
 
 
 class SageMakerClusterResolver(ClusterResolver):

@@ -47,6 +47,14 @@ def test_pods_are_workers_sorted_by_name():
     assert (resolver.process_id, resolver.num_processes) == (0, 2)
 
 
+def test_the_ipv6_address_of_a_pod_gets_brackets():
+    """JAX accepts no other form."""
+    resolver = KubernetesClusterResolver(
+        override_client=Stub(job_name_tensorflow=[_pod("a", ip="fd00::2")])
+    )
+    assert resolver.cluster_spec().as_dict() == {"worker": ["[fd00::2]:8470"]}
+
+
 def test_a_pod_finds_its_task_by_its_name(monkeypatch):
     monkeypatch.setenv("HOSTNAME", "b")
     resolver = KubernetesClusterResolver(override_client=TWO)

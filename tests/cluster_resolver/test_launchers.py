@@ -57,6 +57,13 @@ def test_if_torchrun_listens_on_the_port_process_0_takes_the_next(launched):
     assert TorchrunClusterResolver().coordinator_address == "a:29500"
 
 
+@pytest.mark.parametrize("address", ["fd00::2", "[fd00::2]"])
+def test_an_ipv6_address_of_torchrun_gets_brackets(launched, address):
+    """JAX accepts no other form."""
+    launched(TORCHRUN, MASTER_ADDR=address)
+    assert TorchrunClusterResolver().coordinator_address == "[fd00::2]:29500"
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -51,8 +51,11 @@ def test_a_task_that_is_not_in_the_cluster_raises(cluster, task, says):
         _ = resolver.process_id
 
 
-@pytest.mark.parametrize("address", ["a", "a:", ":1", "a:0", "a:65536", "a:x", ""])
+@pytest.mark.parametrize(
+    "address", ["a", "a:", ":1", "a:0", "a:65536", "a:x", "", "::1:2222", "grpc://a:1"]
+)
 def test_the_address_of_process_0_must_be_host_and_port(address):
+    """An IPv6 address without brackets is refused: JAX waits for it forever."""
     resolver = SimpleClusterResolver(ClusterSpec({"worker": [address, "b:1"]}))
     with pytest.raises(RuntimeError, match="must be host:port with a port from 1 to 65535"):
         _ = resolver.coordinator_address
