@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from distribute_jax.cli._launch import at_least
+from distribute_jax.cli._launch import MAX_ON_ONE_MACHINE, at_least
 from distribute_jax.cluster_resolver import LaunchedClusterResolver
 from distribute_jax.losses import SparseCategoricalCrossentropy
 from distribute_jax.strategies import (
@@ -25,7 +25,9 @@ HELP = "train a small model over simulated devices, or in the processes of launc
 
 def add_options(command: argparse.ArgumentParser) -> None:
     text = "number of simulated devices (4)"
-    command.add_argument("--devices", type=at_least(1), default=4, metavar="M", help=text)
+    command.add_argument(
+        "--devices", type=at_least(1, MAX_ON_ONE_MACHINE), default=4, metavar="M", help=text
+    )
 
 
 def run(options: argparse.Namespace) -> int:

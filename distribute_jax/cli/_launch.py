@@ -38,13 +38,18 @@ def run(options: argparse.Namespace) -> int:
         raise ArgumentError(
             f"launch: --min-processes {min_processes} is above --max-processes {options.processes}."
         )
+    if options.rejoin is not None and min_processes == options.processes:
+        raise ArgumentError(
+            "launch: --rejoin has no effect where no process may be missing. Add --min-processes K, with "
+            f"K below -n {options.processes}, or leave --rejoin out."
+        )
     program = ["-m", options.program] if options.module else [options.program]
     return supervise(
         [sys.executable, *program, *options.arguments],
         {**os.environ, CACHE: cache_folder(os.environ)},
         processes=options.processes,
         min_processes=min_processes,
-        rejoin=options.rejoin,
+        rejoin=_REJOIN_SECONDS if options.rejoin is None else options.rejoin,
         devices=options.devices_per_process,
         max_restarts=options.max_restarts,
         max_pause=options.max_pause,
@@ -70,10 +75,12 @@ def check_program(program: str, *, is_module: bool, command: str = "launch") -> 
         )
 
 
-def at_least(least: int) -> Callable[[str], int]:
+def at_least(least: int, most: float = float("inf")) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not (text.isascii() and text.isdigit() and int(text) >= least):
             raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= {least}")
+        if int(text) > most:
+            raise argparse.ArgumentTypeError(f"{text} is above {most}, the most on one machine")
         return int(text)
 
     return parse
@@ -89,14 +96,19 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+MAX_ON_ONE_MACHINE = 1024
+"""The most processes, and simulated devices of each: a process that has imported JAX takes 200 MB or more."""
+_REJOIN_SECONDS = 60.0
+
 _OPTIONS: tuple[tuple[Sequence[str], Callable[[str], Any], Any, str, str], ...] = (
-    (("-n", "--processes", "--max-processes", "--nproc-per-node"), at_least(1), 1, "N",
-     "number of processes (1)"),
+    (("-n", "--processes", "--max-processes", "--nproc-per-node"), at_least(1, MAX_ON_ONE_MACHINE), 1, "N",
+     f"number of processes, at most {MAX_ON_ONE_MACHINE} (1)"),
     (("--min-processes",), at_least(1), None, "K",
      "continue without processes that fail while at least K are left; default: restart all of them"),
-    (("--rejoin",), _seconds, 60.0, "SECONDS",
-     "time with fewer processes after which they save, and those that failed are started again (60)"),
-    (("--devices-per-process",), at_least(1), None, "M",
+    (("--rejoin",), _seconds, None, "SECONDS",
+     "with --min-processes: time with fewer processes after which they save, and those that failed are "
+     f"started again ({_REJOIN_SECONDS:g})"),
+    (("--devices-per-process",), at_least(1, MAX_ON_ONE_MACHINE), None, "M",
      "simulated CPU devices of each process; default: the devices that JAX finds"),
     (("--max-restarts",), at_least(0), 3, "R",
      "give up after this many restarts in a row without a step beyond all earlier ones (3)"),

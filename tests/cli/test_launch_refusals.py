@@ -23,11 +23,22 @@ def test_a_program_that_cannot_run_is_refused_before_a_process_starts(case, tmp_
     assert text in line
 
 
+@pytest.mark.parametrize("others", [[], ["-n2"], ["-n2", "--min-processes=2"]])
+def test_rejoin_is_refused_where_no_process_may_be_missing(others, capfd):
+    """It had no effect, and nothing said so."""
+    assert main(["launch", *others, "--rejoin=5", __file__]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "--rejoin has no effect" in line
+    assert "Add --min-processes K, with K below -n" in line
+
+
 WRONG_OPTIONS = {
     "--nope": "unrecognized arguments: --nope",
     "--processes=0": "'0' is not an integer >= 1",
     "--nproc-per-node=0": "'0' is not an integer >= 1",
     "-n0": "'0' is not an integer >= 1",
+    "-n100000": "100000 is above 1024, the most on one machine",
+    "--devices-per-process=100000": "100000 is above 1024, the most on one machine",
     "--grace=-1": "'-1' is not a number of seconds",
 }
 
