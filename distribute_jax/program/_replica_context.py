@@ -13,12 +13,13 @@ from distribute_jax import _context, _frames
 from distribute_jax._absent import getattr_with_hints
 from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._jax_private import read_raw, write_raw
-from distribute_jax._mesh import DATA
+from distribute_jax._mesh import DATA, replicas_per_device
 from distribute_jax._messages import PyTree
 from distribute_jax._values import DistributedValues
 from distribute_jax.collectives._all_reduce import all_gather, all_reduce, stacked_over_replicas
 from distribute_jax.collectives._markers import real_rows
 from distribute_jax.collectives._reduction import (
+    CommunicationImplementation,
     CommunicationOptions,
     ReduceOp,
     reduce_op as as_reduce_op,
@@ -219,7 +220,7 @@ class ReplicaContext:
 
         Raises:
             ValueError: a leaf is not numeric (a bool is not), ``reduce_op`` is not SUM or MEAN, or
-                ``options`` are not ``CommunicationOptions``.
+                ``options`` are not ``CommunicationOptions``, or a ring with ``replicas_per_device``.
 
         Example:
             >>> import distribute_jax as dj
@@ -234,13 +235,20 @@ class ReplicaContext:
         options_of_strategy = (
             getattr(self._strategy, "_communication_options", None) or CommunicationOptions()
         )
+        options = options_of_strategy.merge(options)
+        is_ring = options.implementation is CommunicationImplementation.RING
+        if is_ring and (each := replicas_per_device(self._strategy._mesh)) > 1:
+            raise ArgumentError(
+                f"CommunicationOptions(implementation='ring') with replicas_per_device={each}: the replicas "
+                "of a device run one after the other, so none can send to another. Leave one of the two out."
+            )
         return all_reduce(
             as_reduce_op(reduce_op),
             value,
             self.num_replicas_in_sync,
             bound=self._bound,
             ops=getattr(self._strategy, "_cross_device_ops", None),
-            options=options_of_strategy.merge(options),
+            options=options,
         )
 
     def all_gather(

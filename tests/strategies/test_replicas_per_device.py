@@ -409,6 +409,14 @@ def test_operations_that_cannot_run_one_after_the_other_are_refused(fn: Any, tex
         several(1, 2).run(lambda: fn(jnp.ones(3)))
 
 
+def test_a_ring_of_the_replicas_of_a_device_is_refused_at_its_call():
+    """In words of the option, from the line of the step that passes it."""
+    ring = dj.experimental.CommunicationOptions(implementation="ring")
+    with pytest.raises(dj.ArgumentError, match=r"='ring'\) with replicas_per_device=2: ") as caught:
+        several(1, 2).run(lambda: dj.get_replica_context().all_reduce("sum", 1.0, ring))
+    assert [str(entry.path) for entry in caught.traceback] == [__file__] * 2
+
+
 def test_a_branch_with_a_mirrored_predicate_may_sum():
     """As in an update that is skipped for a step."""
 
