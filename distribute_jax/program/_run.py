@@ -56,8 +56,8 @@ Arrays of 64 bits that were made under jax_enable_x64 can be used only under it:
 class Runner:
     """Runs steps on the replicas of one strategy.
 
-    At most ``steps_in_flight`` steps are dispatched and not finished. None means no limit on accelerators,
-    and 2 on CPU, since more can deadlock there.
+    At most ``steps_in_flight`` steps are dispatched and not finished. None means no limit, except on several
+    CPU devices, where it means 2, since more can deadlock there.
     """
 
     def __init__(self, strategy: Any, replicas: Replicas, steps_in_flight: int | None) -> None:
@@ -69,8 +69,8 @@ class Runner:
             strategy, replicas, lambda entry, flat: self._advance(entry, entry.execute, flat, 0)
         )
         self._compared: dict[Any, None] = {}
-        on_cpu = self._mesh.devices.flat[0].platform == "cpu"
-        self.steps_in_flight = min(steps_in_flight or 2, 2) if on_cpu else steps_in_flight
+        may_deadlock = self._mesh.size > 1 and self._mesh.devices.flat[0].platform == "cpu"
+        self.steps_in_flight = min(steps_in_flight or 2, 2) if may_deadlock else steps_in_flight
         self._in_flight: deque[tuple[Any, Program, str]] = deque()
         self._counts: deque[tuple[list[Any], list[Any], int]] = deque()
 

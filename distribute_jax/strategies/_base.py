@@ -89,7 +89,7 @@ class Strategy(InputMethods, ModelMethods, V1Methods):
 
         Args:
             mesh: the devices; one replica for each index along ``"data"``.
-            steps_in_flight: how many steps may be unfinished; None for 2 on CPU, no limit elsewhere.
+            steps_in_flight: how many steps may be unfinished; None for no limit, or 2 on several CPU devices.
             parameter_device: where state is stored between steps; None for mirrored over the mesh.
             shared: the kinds of variables that are sharded over the replicas.
             rules: how the model is sharded over the devices of each replica.

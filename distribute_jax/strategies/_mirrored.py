@@ -44,7 +44,7 @@ class MirroredStrategy(Strategy):
             ``"pinned_host"`` for that of the host; each step moves it to the device and back. None means the
             devices' default memory, where arrays of fewer than 1024 elements stay in any case.
         steps_in_flight: how many dispatched steps may be unfinished; None for no limit, except on
-            CPU, where it is 2.
+            several CPU devices, where it is at most 2.
         axis_name: how code in ``run`` names the axis of the replicas, as in
             ``nnx.BatchNorm(axis_name="batch")`` or ``jax.lax.pmean(x, "batch")``; ``"data"`` always works.
 

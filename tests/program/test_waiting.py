@@ -28,8 +28,12 @@ def counting() -> tuple[nnx.Variable[Any], Any]:
 @pytest.mark.parametrize("lowering", ["shard_map", "pmap"])
 @pytest.mark.parametrize(
     "strategy",
-    [dj.MirroredStrategy([0, 1, 2, 3]), dj.OneDeviceStrategy(0), dj.CentralStorageStrategy([0, 1])],
-    ids=lambda s: type(s).__name__,
+    [
+        dj.MirroredStrategy([0, 1, 2, 3]),
+        dj.MirroredStrategy([0], steps_in_flight=2),
+        dj.CentralStorageStrategy([0, 1]),
+    ],
+    ids=["several devices", "one device", "central storage"],
 )
 def test_a_step_without_results_can_be_waited_for(strategy: dj.Strategy, lowering: Any):
     """Its token is not state, which later steps donate: else only the newest step could be waited for."""
@@ -42,6 +46,16 @@ def test_a_step_without_results_can_be_waited_for(strategy: dj.Strategy, lowerin
     for token in tokens:
         assert not token.is_deleted()
         assert token.block_until_ready().shape == ()
+    assert float(total[...]) == 20.0
+
+
+def test_one_device_has_no_limit():
+    """It cannot deadlock, and waiting took a fifth of the host time of a small step."""
+    strategy = dj.OneDeviceStrategy(0)
+    total, step = counting()
+    for _ in range(5):
+        strategy.run(step, args=(jnp.ones(4),))
+    assert not strategy._runner._in_flight
     assert float(total[...]) == 20.0
 
 
