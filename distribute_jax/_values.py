@@ -51,21 +51,33 @@ directly: strategy.run(step, args=(value,)) calls it with the part of each repli
 
 
 @checked
-def _no_arithmetic(self: DistributedValues, *_: object) -> NoReturn:
-    raise PerReplicaTypeError(
-        f"{self._described()} holds one value for each replica, so it cannot be used like one array "
-        f"here.\n{_HOW_TO_COMBINE}"
-    )
+def _no_arithmetic(self: NotAnArray, *_: object) -> NoReturn:
+    raise self._arithmetic_error()
 
 
 @checked
-def _no_array(self: DistributedValues, *_: object, **__: object) -> NoReturn:
-    caller = sys._getframe(2).f_globals.get("__name__")
-    graph = " Leave @tf.function out: strategy.run compiles the step." * bool(framework_of(caller))
-    raise PerReplicaError(
-        f"{self._described()} holds one value for each replica and cannot be turned into one array.{graph}\n"
-        f"{_HOW_TO_COMBINE}"
-    )
+def _no_array(self: NotAnArray, *_: object, **__: object) -> NoReturn:
+    raise self._conversion_error(sys._getframe(2).f_globals.get("__name__"))
+
+
+class NotAnArray:
+    """A value that stands for arrays, and raises errors of its class where it is used like one."""
+
+    def _arithmetic_error(self) -> Exception:
+        return self._conversion_error(None)
+
+    def _conversion_error(self, caller: str | None) -> Exception:
+        raise NotImplementedError
+
+    def __format__(self, spec: str) -> str:
+        """Formats as ``str`` does; a format of numbers, such as ``.3f``, is a TypeError."""
+        return format(str(self), spec) if not spec or spec[-1] == "s" else _no_arithmetic(self)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_arithmetic
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _no_arithmetic
+    __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __neg__ = __pos__ = __abs__ = _no_arithmetic
+    __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __iter__ = _no_arithmetic
+    __array__ = __jax_array__ = __float__ = __int__ = __bool__ = __index__ = __len__ = _no_array
 
 
 _ARRAY_ATTRIBUTES = frozenset(
@@ -77,7 +89,7 @@ _MAX_SHOWN_NUMBERS = 64
 """How many numbers a repr may show."""
 
 
-class DistributedValues:
+class DistributedValues(NotAnArray):
     """The base class of values that hold one part for each replica.
 
     Outside ``run`` such a value is only passed around: it takes part in no arithmetic, and it is never
@@ -110,10 +122,6 @@ class DistributedValues:
             parts = f"unreadable, {type(error).__name__}: {error_text(error)}"
         return f"PerReplica:{{{parts}}}"
 
-    def __format__(self, spec: str) -> str:
-        """Formats as ``str`` does; a format of numbers, such as ``.3f``, is a TypeError."""
-        return format(str(self), spec) if not spec or spec[-1] == "s" else _no_arithmetic(self)
-
     def __getattr__(self, name: str) -> NoReturn:
         if name not in _ARRAY_ATTRIBUTES:
             raise attribute_error("jax.Array", f"{type(self).__name__!r} object", name, self)
@@ -127,11 +135,20 @@ class DistributedValues:
     def _size(self) -> int:
         return 0
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_arithmetic
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _no_arithmetic
-    __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __neg__ = __pos__ = __abs__ = _no_arithmetic
-    __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __iter__ = _no_arithmetic
-    __array__ = __jax_array__ = __float__ = __int__ = __bool__ = __index__ = __len__ = _no_array
+    def _arithmetic_error(self) -> Exception:
+        return PerReplicaTypeError(
+            f"{self._described()} holds one value for each replica, so it cannot be used like one array "
+            f"here.\n{_HOW_TO_COMBINE}"
+        )
+
+    def _conversion_error(self, caller: str | None) -> Exception:
+        graph = " Leave @tf.function out: strategy.run compiles the step." * bool(
+            framework_of(caller)
+        )
+        return PerReplicaError(
+            f"{self._described()} holds one value for each replica and cannot be turned into one "
+            f"array.{graph}\n{_HOW_TO_COMBINE}"
+        )
 
 
 class PerReplica(DistributedValues):

@@ -16,7 +16,7 @@ import numpy as np
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, ContextError
 from distribute_jax._jax_private import trace_settings
 from distribute_jax._messages import leaf_text
-from distribute_jax._values import PerReplica
+from distribute_jax._values import NotAnArray, PerReplica
 from distribute_jax.program import Replicas, Runner
 from distribute_jax.program._arguments import check_call, is_one_leaf
 from distribute_jax.program._binding import step_lock
@@ -198,7 +198,7 @@ class ServersRunner(Runner):
         return [row is True for row in rows]
 
 
-class RemoteValue:
+class RemoteValue(NotAnArray):
     """An array that a worker computes, or has computed.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental/coordinator/RemoteValue
@@ -220,6 +220,12 @@ class RemoteValue:
         if isinstance(value, PerReplica):
             return tuple(map(_as_numpy, value.values))
         return _as_numpy(value)
+
+    def _conversion_error(self, caller: str | None) -> Exception:
+        return ArgumentTypeError(
+            "A RemoteValue is not an array, but what a worker computes: wait for it and get the array with "
+            "coordinator.fetch(value), or value.fetch()."
+        )
 
 
 def _as_numpy(value: Any) -> Any:

@@ -575,6 +575,16 @@ def test_a_full_queue_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert coordinator.fetch(results) == list(range(0, 24, 2))
 
 
+def test_a_remote_value_that_is_used_like_an_array_says_how_to_fetch_it() -> None:
+    """Conversions, arithmetic and formats of numbers; its truth value does not depend on the array."""
+    _, coordinator = of_servers()
+    value = coordinator.schedule(lambda: jnp.zeros(()))
+    for use in (float, np.asarray, jnp.asarray, bool, lambda x: 2 * x, lambda x: f"{x:.3f}"):
+        with pytest.raises(TypeError, match=r"^A RemoteValue is not .*coordinator\.fetch\(value\)"):
+            use(value)
+    assert f"{value}" == str(value)
+
+
 def test_schedule_refuses_invalid_arguments() -> None:
     """Wrong functions, remote values and strategies are refused; errors of a step are raised here."""
     strategy, coordinator = of_servers(2)
