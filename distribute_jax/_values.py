@@ -67,7 +67,7 @@ class NotAnArray:
         return self._conversion_error(None)
 
     def _conversion_error(self, caller: str | None) -> Exception:
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}._conversion_error is not defined")
 
     def __format__(self, spec: str) -> str:
         """Formats as ``str`` does; a format of numbers, such as ``.3f``, is a TypeError."""

@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 50_830,
-    lines_of_tests: 50_279,
+    lines_of_tests: 50_293,
     files: 204,
     pieces: 0,
     private_words: 0,
