@@ -77,7 +77,7 @@ class NotAnArray:
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _no_arithmetic
     __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __neg__ = __pos__ = __abs__ = _no_arithmetic
     __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __iter__ = _no_arithmetic
-    __array__ = __jax_array__ = __float__ = __int__ = __bool__ = __index__ = __len__ = _no_array
+    __array__ = __float__ = __int__ = __bool__ = __index__ = __len__ = _no_array
 
 
 _ARRAY_ATTRIBUTES = frozenset(
@@ -97,6 +97,9 @@ class DistributedValues(NotAnArray):
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/DistributedValues
     """
+
+    # Of pytrees alone: for others jax.numpy fails before it calls this, with words about tracing.
+    __jax_array__ = _no_array
 
     if not TYPE_CHECKING:
         __reduce__ = refusing(

@@ -582,6 +582,9 @@ def test_a_remote_value_that_is_used_like_an_array_says_how_to_fetch_it() -> Non
     for use in (float, np.asarray, jnp.asarray, bool, lambda x: 2 * x, lambda x: f"{x:.3f}"):
         with pytest.raises(TypeError, match=r"^A RemoteValue is not .*coordinator\.fetch\(value\)"):
             use(value)
+    for function in (jnp.sum, lambda x: jnp.add(x, 1), jax.jit(lambda x: x)):
+        with pytest.raises(TypeError, match=r"distribute_jax\.coordinator\.RemoteValue"):
+            function(value)
     assert f"{value}" == str(value)
 
 
