@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 50_833,
-    lines_of_tests: 50_293,
+    lines_of_tests: 50_296,
     files: 204,
     pieces: 0,
     private_words: 0,
