@@ -6,7 +6,7 @@ import enum
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +154,9 @@ class DistributedValues(NotAnArray):
         )
 
 
+Share = Literal["", "part", "mean", "nonlinear"]
+
+
 class PerReplica(DistributedValues):
     """One global array whose parts belong to the replicas, divided along the mesh axis ``"data"``.
 
@@ -167,7 +170,8 @@ class PerReplica(DistributedValues):
         counts: the real examples of each replica where shares are padded; None where all is real.
         ambiguous: why it is not known which rows are real, or None.
         step: the name of the step that returned it, or None; copies made by tree functions forget it.
-        is_part_of_mean: whether its parts are known to be those of a mean, of which the sum is the mean.
+        share: what each replica's part is known to be: ``"part"`` of a mean, which is the sum over the
+            replicas; a ``"mean"`` over its examples; ``"nonlinear"``, computed from such means; or ``""``.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/types/experimental/distributed/PerReplica
     """
@@ -181,7 +185,7 @@ class PerReplica(DistributedValues):
         counts: tuple[int, ...] | None = None,
         ambiguous: str | None = None,
         step: str | None = None,
-        is_part_of_mean: bool = False,
+        share: Share = "",
     ) -> None:
         self.global_array = global_array
         self.mesh = mesh
@@ -189,7 +193,7 @@ class PerReplica(DistributedValues):
         self.counts = counts
         self.ambiguous = ambiguous
         self.step = step
-        self.is_part_of_mean = is_part_of_mean
+        self.share = share
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
@@ -241,7 +245,7 @@ class UnevenPerReplica(PerReplica):
         self.counts = None
         self.ambiguous = None
         self.step = None
-        self.is_part_of_mean = False
+        self.share: Share = ""
 
     @property
     def values(self) -> tuple[jax.Array, ...]:

@@ -332,7 +332,7 @@ def _planned(
     memory = ahead.compiled.memory_analysis()
     times = zip(("trace", "lower", "compile"), itertools.pairwise(ahead.times), strict=True)
     return StepPlan(
-        step=getattr(call.fn, "__qualname__", type(call.fn).__name__),
+        step=step_name(call.fn),
         strategy=re.sub(r"\[.*?\](, )?", "", repr(strategy)).removesuffix("()"),
         replicas=num_replicas(call.mesh),
         platform=ahead.device.platform,

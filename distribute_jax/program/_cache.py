@@ -303,7 +303,7 @@ class Recompilations:
             unknown = "an object or function that it captures is a new one at each call"
             what = ", ".join(changed[:4]) or unknown
             warn_user(
-                f"{getattr(fn, '__qualname__', fn)} was compiled {_WARN_AT} times. What changed last: "
+                f"{step_name(fn)} was compiled {_WARN_AT} times. What changed last: "
                 f"{what}. Each new value or shape compiles a new program: pass a number that changes "
                 "in args, where it is data, and keep batch shapes equal."
             )

@@ -245,10 +245,8 @@ class BoundProgram:
             if self._some_mirrored:
                 mark_all_mirrored(list(compress(arrays, mirrored)), self.step)
             arrays = [
-                array
-                if same
-                else PerReplica(array, program.mesh, step=self.step, is_part_of_mean=part)
-                for array, same, part in zip(arrays, mirrored, program.plan.parts, strict=True)
+                array if same else PerReplica(array, program.mesh, step=self.step, share=share)
+                for array, same, share in zip(arrays, mirrored, program.plan.shares, strict=True)
             ]
         if self._plain_results:
             return self._unflatten(arrays)

@@ -14,7 +14,7 @@ from flax import nnx
 from distribute_jax._errors import ArgumentError, OutOfSyncError
 from distribute_jax._mesh import num_replicas
 from distribute_jax._messages import is_array, is_number, listed
-from distribute_jax._values import PerReplica
+from distribute_jax._values import PerReplica, Share
 from distribute_jax.program._aggregation import (
     Combine,
     Combined,
@@ -54,10 +54,13 @@ class Plan:
     """State outputs that are combined jointly."""
     notices: tuple[Notice, ...] = ()
     """Remarks about the step, each logged once."""
-    parts: tuple[bool, ...] = ()
-    """For each array of the result: whether it is a partial mean that has yet to be summed."""
+    shares: tuple[Share, ...] = ()
+    """For each array of the result: what each replica's part of it is."""
     diverging: tuple[str, ...] = ()
     """Predicates and trip counts that may differ between replicas."""
+
+
+_UNKNOWN: tuple[Share, ...] = ("",)
 
 
 def plan(call: Call, traced: Traced, options: RunOptions, before: list[Mark] | None = None) -> Plan:
@@ -74,7 +77,7 @@ def plan(call: Call, traced: Traced, options: RunOptions, before: list[Mark] | N
             Combine.OWN if keeps_own_values(variable) else Combine.MIRRORED
             for variable, *_ in state_outputs(call, traced)
         )
-        return Plan(rules, (True,) * results, parts=(False,) * results)
+        return Plan(rules, (True,) * results, shares=_UNKNOWN * results)
     before = input_marks(call, traced) if before is None else before
     marks, diverging = prove(traced.jaxpr, before, axis_size=replicas)
     special, merges = _of_metrics(call, traced)
@@ -83,7 +86,7 @@ def plan(call: Call, traced: Traced, options: RunOptions, before: list[Mark] | N
     if options.check_sync:
         _check_model_shaped(call, traced, marks[state:])
     if replicas == 1:
-        return Plan(combine, mirrored, parts=(False,) * results)
+        return Plan(combine, mirrored, shares=_UNKNOWN * results)
     notices = remarks(call, traced, before, combine, options)
     return Plan(combine, mirrored, merges, *notices, diverging=diverging)
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -16,22 +14,27 @@ from flax import nnx
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, num_replicas
 from distribute_jax._messages import is_key
-from distribute_jax._values import Layout, PerReplica
-from distribute_jax.collectives._markers import part_of_mean_p
+from distribute_jax._values import Layout, PerReplica, Share
 from distribute_jax.program._aggregation import MERGE_BY_TYPE, Combine, is_sum_of_old
-from distribute_jax.program._jaxprs import equations, line, names_axis, user_line, variables
+from distribute_jax.program._jaxprs import equations, line, names_axis, variables
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._replication import (
-    MIRRORED,
-    RULES,
-    Mark,
-    Ref,
-    ReplicationWalk,
-    union,
+from distribute_jax.program._remark_walks import (
+    DRAWING,
+    STREAM,
+    Combined,
+    EqualWalk,
+    NonlinearShare,
+    Part,
+    Parts,
+    ScaledPart,
+    ShareMean,
+    SumOfMeans,
+    means_of_shares,
+    parts_of_means,
 )
+from distribute_jax.program._replication import MIRRORED, Mark
 from distribute_jax.program._trace import Call, Traced, state_outputs
 from distribute_jax.program._trace_errors import step_name
-from distribute_jax.program._walk import Marks
 from distribute_jax.variables import Variable, VariableAggregation
 
 results_are_parts: ContextVar[bool] = ContextVar("distribute_jax_results_are_parts", default=False)
@@ -108,14 +111,26 @@ class Notice(NamedTuple):
         return self.text, about if isinstance(about, str) else id(about)
 
 
+_SUM_OF_MEANS = (
+    "%s returned %s, the sum over the replicas of the mean that each took over its examples at %s: %s times "
+    "the mean over the batch. Write all_reduce('mean', ...), or all_reduce('sum', ...) of "
+    "dj.compute_average_loss(values) with one value for each example."
+)
+_NONLINEAR = (
+    "%s returned %s, which combines what each of the %s replicas computed at %s from sums or means over its "
+    "own examples, and so is not the value for the batch. Reduce first and compute then, such as "
+    "jnp.sqrt(all_reduce('mean', mean)), or all_reduce('sum', total) / all_reduce('sum', count)."
+)
+
+
 def remarks(
     call: Call,
     traced: Traced,
     in_marks: Sequence[Mark],
     combine: Sequence[Combine],
     options: RunOptions,
-) -> tuple[tuple[Notice, ...], tuple[bool, ...]]:
-    """Returns warnings about a step, and for each array of its result whether it is a part of a mean.
+) -> tuple[tuple[Notice, ...], tuple[Share, ...]]:
+    """Returns warnings about a step, and what each replica's part of each array of its result is.
 
     Raises:
         ArgumentError: a metric averages parts of a mean, or ``fit`` would sum the values of one.
@@ -129,8 +144,42 @@ def remarks(
     notices += [Notice(_PART_IN_CALLBACK, where, where[0]) for where in parts.callbacks]
     if options.check_sync:
         notices += _parts_in_state(call, traced, parts, combine)
-    are_parts = [any(not isinstance(p, ScaledPart) for p in mark) for mark in parts.outputs]
-    return tuple(notices), tuple(are_parts[len(combine) :])
+    means = _means_of_shares(call, traced)
+    notices += _combined_means(call, traced, means[len(combine) :])
+    shares = [_share(*marks) for marks in zip(parts.outputs, means, strict=True)]
+    return tuple(notices), tuple(shares[len(combine) :])
+
+
+def _means_of_shares(call: Call, traced: Traced) -> list[Mark]:
+    data, outs = call.arguments.data, traced.jaxpr.jaxpr.outvars
+    is_batch = [isinstance(x, PerReplica) and x.layout is Layout.JOINED for x in data]
+    rows = {x.part_shape[0] for x, joined in zip(data, is_batch, strict=True) if joined}
+    if results_are_parts.get() or len(rows) != 1:  # ``fit`` compares results itself
+        return [MIRRORED] * len(outs)
+    before, after = sum(traced.sizes[:2]), traced.sizes[3]
+    inputs = [*[False] * before, *is_batch, *[False] * after]
+    return means_of_shares(traced.jaxpr, inputs, num_replicas(call.mesh), rows.pop())
+
+
+def _combined_means(call: Call, traced: Traced, marks: Sequence[Mark]) -> Iterator[Notice]:
+    """Warns of results that are sums of means, or combine functions of them."""
+    step, replicas = step_name(call.fn), str(num_replicas(call.mesh))
+    for result, mark in zip(traced.results.names, marks, strict=True):
+        # The statistics of norms are those of each replica's share, of which there is another notice.
+        for word in () if "batch_stats" in result else sorted(mark):
+            if isinstance(word, Combined):
+                yield Notice(_NONLINEAR, (step, result, replicas, word.at), word.at)
+            elif isinstance(word, SumOfMeans):
+                yield Notice(_SUM_OF_MEANS, (step, result, word.at, replicas), word.at)
+
+
+def _share(parts: frozenset[Part], means: Mark) -> Share:
+    """Returns what each replica's part of a result is."""
+    if any(not isinstance(part, ScaledPart) for part in parts):
+        return "part"
+    if any(isinstance(word, NonlinearShare) for word in means):
+        return "nonlinear"
+    return "mean" if any(isinstance(word, ShareMean) for word in means) else ""
 
 
 def _refuse_values_of_metrics(call: Call, traced: Traced, combine: Sequence[Combine]) -> None:
@@ -196,13 +245,13 @@ def _equal_notices(
     batches = [] if distributed else list(_batches(call, traced))
     rows = [x.part_shape[0] for x in distributed if x.layout is Layout.JOINED]
     names = {eqn.primitive.name for eqn in equations(traced.jaxpr.jaxpr)}
-    if not batches and not names & {"random_seed", *_DRAWING}:
+    if not batches and not names & {"random_seed", *DRAWING}:
         return
     marks, starts = list(in_marks), traced.input_starts
     for k, variable in enumerate(call.binding.variables):
         if isinstance(variable, nnx.RngState):
-            marks[starts[k] : starts[k + 1]] = [_STREAM] * (starts[k + 1] - starts[k])
-    walk = _EqualWalk(num_replicas(call.mesh), max(rows, default=0))
+            marks[starts[k] : starts[k + 1]] = [STREAM] * (starts[k + 1] - starts[k])
+    walk = EqualWalk(num_replicas(call.mesh), max(rows, default=0))
     walk.run(traced.jaxpr, marks)
     yield from (Notice(_SEEDED, (at,), at) for at in sorted(walk.seeds))
     yield from (Notice(_EQUAL_ROWS, (at,), at) for at in sorted(walk.draws))
@@ -258,179 +307,3 @@ def _parts_in_state(
             )
         if not all(parts_in.values()):
             yield Notice(_PART_IN_STATE, (owner or "The step", lines[0], str(replicas)), lines[0])
-
-
-# The interpreter of the proof with other marks: for parts of means, equal batches, and equal keys
-
-_CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
-_SHAPES = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
-_KEEPS = _SHAPES | {
-    "add", "add_any", "concatenate", "copy", "neg", "optimization_barrier",
-    "reduce_sum", "select_n", "stop_gradient", "sub", "transpose",
-}  # fmt: skip
-"""Operations after which a part of a mean is still a part."""
-
-
-class Part(str):
-    """The mark of a part of a mean: the line that made it."""
-
-    __slots__ = ()
-
-
-class ScaledPart(Part):
-    """The mark of a value computed from a part, which may be a complete mean by that."""
-
-    __slots__ = ()
-
-
-class _Constant(str):
-    """The mark of an array whose elements are all this number."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Where the parts of means in a program end up."""
-
-    outputs: list[frozenset[Part]]
-    """For each output of the program, the parts in it."""
-    callbacks: list[tuple[str, str]]
-    """The lines of callbacks that get a part, with the line that made the part."""
-
-
-class _RemarkWalk(ReplicationWalk):
-    """Ignores collectives, for which the proof has passed."""
-
-    def meet(self, eqn: Any) -> None:
-        """Does nothing."""
-
-
-def parts_of_means(jaxpr: Any, replicas: int) -> Parts:
-    """Follows the results of ``compute_average_loss``."""
-    if not any(eqn.primitive is part_of_mean_p for eqn in equations(jaxpr.jaxpr)):
-        return Parts([frozenset()] * len(jaxpr.jaxpr.outvars), [])
-    walk = _PartWalk(replicas)
-    outs = walk.run(jaxpr, [MIRRORED] * len(jaxpr.jaxpr.invars))
-    return Parts([_parts(mark) for mark in outs], sorted(walk.callbacks))
-
-
-class _PartWalk(_RemarkWalk):
-    """Marks parts of means; a sum over the replicas clears the mark."""
-
-    def __init__(self, axis_size: int) -> None:
-        super().__init__(axis_size)
-        self.callbacks: set[tuple[str, str]] = set()
-
-    def apply(self, eqn: Any, marks: Marks) -> Marks:
-        name = eqn.primitive.name
-        if eqn.primitive is part_of_mean_p:
-            return [frozenset({Part(line(eqn))})]
-        if name == "cross_device_sum" or names_axis(eqn, DATA):
-            return [MIRRORED] * len(eqn.outvars)
-        if not any(marks) and name not in RULES and name not in _SHAPES:
-            return [MIRRORED] * len(eqn.outvars)
-        parts = _parts(union(marks))
-        if name in _CALLBACKS:
-            self.callbacks |= {(line(eqn), str(p)) for p in parts if not isinstance(p, ScaledPart)}
-        if name in _SHAPES and len(eqn.invars) == 1 and not parts:
-            number = _number(eqn.invars[0], marks[0])
-            return [MIRRORED if number is None else frozenset({_Constant(number)})]
-        outs = super().apply(eqn, marks)
-        if name in RULES:
-            return outs
-        mark = self._mark_of_parts(name, eqn, marks) if parts else MIRRORED
-        floating = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.outvars]
-        return [mark if is_float else MIRRORED for is_float in floating]
-
-    def _mark_of_parts(self, name: str, eqn: Any, marks: list[Mark]) -> Mark:
-        parts = _parts(union(marks))
-        if name in _KEEPS:
-            return parts
-        if name in ("mul", "div"):
-            factors = [_number(atom, mark) for atom, mark in zip(eqn.invars, marks, strict=True)]
-            factor = factors[1] if factors[1] is not None or name == "div" else factors[0]
-            if factor is not None and _parts(marks[0]) != _parts(marks[1]):
-                scale = abs(1 / factor if name == "div" and factor else factor)
-                # Times the replicas or the batch it is complete; times 0.1 it is a term of a sum of losses.
-                return parts if scale < 2 else MIRRORED
-        return frozenset(ScaledPart(part) for part in parts)
-
-
-def _parts(mark: Mark) -> frozenset[Part]:
-    return frozenset(word for word in mark if isinstance(word, Part))
-
-
-def _number(atom: Any, mark: Mark) -> float | None:
-    """Returns the number that all elements are, if it is known."""
-    if isinstance(atom, jex_core.Literal) and np.isrealobj(atom.val):
-        return float(atom.val) if np.ndim(atom.val) == 0 else None
-    if len(mark) == 1 and isinstance(word := next(iter(mark)), _Constant):
-        return float(word)
-    return None
-
-
-_DRAWING = frozenset({"random_bits", "random_gamma", "rng_bit_generator"})
-
-_STREAM: Mark = frozenset({"a random stream"})
-"""The mark of random streams, and of all that is computed from them."""
-
-
-class _Seed(str):
-    """The mark of a value computed from a seed and nothing that differs: the line of the seed."""
-
-    __slots__ = ()
-
-
-class _EqualWalk(_RemarkWalk):
-    """Finds random numbers that are equal on all replicas, and collectives of equal values."""
-
-    def __init__(self, replicas: int, rows: int) -> None:
-        """``rows`` is the length of a share of the batch, 0 if there is no batch."""
-        super().__init__(replicas)
-        self.rows = rows
-        self.seeds: set[str] = set()
-        """The lines that seed a key with which every replica then draws the same numbers."""
-        self.draws: set[str] = set()
-        """The lines that draw a number for each row with a mirrored key from outside the step."""
-        self._enclosing: list[Any] = []
-        self._operands = MIRRORED
-        self._reductions: dict[int, tuple[Any, Mark]] = {}
-
-    def apply(self, eqn: Any, marks: Marks) -> Marks:
-        # A value from a stream keeps its mark alone, also after the replica id is folded in.
-        marks = [m if isinstance(m, Ref) or not m >= _STREAM else _STREAM for m in marks]
-        self._operands = mark = union(marks)
-        self._enclosing.append(eqn)
-        try:
-            if eqn.primitive.name == "random_seed" and not mark:
-                return [frozenset({_Seed(self._line())})]
-            if eqn.primitive.name in _DRAWING:
-                if mark and all(isinstance(word, _Seed) for word in mark):
-                    self.seeds |= mark
-                # rng_bit_generator returns the numbers after the key.
-                if not mark and self.rows > 1 and self.rows in eqn.outvars[-1].aval.shape[:1]:
-                    self.draws.add(self._line())
-            return super().apply(eqn, marks)
-        finally:
-            self._enclosing.pop()
-
-    def _line(self) -> str:
-        """Returns the user's line, which is that of a call if JAX itself traced the function."""
-        known = (user_line(eqn) for eqn in reversed(self._enclosing))
-        return next(filter(None, known), "an unknown line")
-
-    def meet(self, eqn: Any) -> None:
-        """Notes the collective, with all marks that it gets while loops are walked again."""
-        _, before = self._reductions.get(id(eqn), (eqn, MIRRORED))
-        self._reductions[id(eqn)] = eqn, union([before, self._operands])
-
-    def equal_reductions(self) -> list[str] | None:
-        """Returns the lines of collectives, or None if an operand of one differs between replicas.
-
-        Random numbers of each replica, as for dropout, count as equal, since the examples are.
-        """
-        marks = [mark for _, mark in self._reductions.values()]
-        if any(word not in _STREAM and not isinstance(word, _Seed) for m in marks for word in m):
-            return None
-        return sorted({line(eqn) for eqn, _ in self._reductions.values()})

@@ -110,8 +110,8 @@ def wrap_partial(call: Call, entry: BoundProgram, arrays: Sequence[Any]) -> Any:
     """Returns the user's result from its arrays, without the padding."""
     program, counts = entry.program, call.arguments.counts or ()
     wrapped: list[Any] = []
-    for array, mirrored, part, rows in zip(
-        arrays, program.plan.mirrored, program.plan.parts, program.per_example or (), strict=True
+    for array, mirrored, share, rows in zip(
+        arrays, program.plan.mirrored, program.plan.shares, program.per_example or (), strict=True
     ):
         if mirrored:
             is_cut = rows is True and len(counts) == 1
@@ -125,7 +125,7 @@ def wrap_partial(call: Call, entry: BoundProgram, arrays: Sequence[Any]) -> Any:
                     counts=counts if rows is True else None,
                     ambiguous=rows.text if isinstance(rows, Unknown) else None,
                     step=entry.step,
-                    is_part_of_mean=part,
+                    share=share,
                 )
             )
     return rebuild(program.results, wrapped, entry.binding)

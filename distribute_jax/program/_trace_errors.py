@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import traceback
 from collections.abc import Iterator
@@ -171,7 +172,10 @@ _OUTSIDE_USES = {"extract graph node": _NOT_COPIED, "Cannot mutate": _NOT_WRITTE
 
 
 def step_name(fn: Any) -> str:
-    return str(getattr(fn, "__qualname__", None) or repr(fn))
+    """Returns the name of a function, or that of the class of a callable object, such as a module."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return str(getattr(fn, "__qualname__", type(fn).__qualname__))
 
 
 @contextmanager

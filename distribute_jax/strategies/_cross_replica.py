@@ -61,6 +61,21 @@ _MEAN_OF_PARTS = (
     "strategy.reduce('mean', ...) got what compute_average_loss returned in %s: parts of which the sum "
     "is the loss of the batch. Their mean is %d times too small: write strategy.reduce('sum', loss)."
 )
+_SUM_OF_MEANS = (
+    "strategy.reduce('sum', ...) adds up what %s returned, a mean over the examples of each replica: the sum "
+    "is %d times the mean over the batch, which is strategy.reduce('mean', value)."
+)
+_NONLINEAR = (
+    "strategy.reduce combines what %s computed on each of %d replicas from sums or means over its own "
+    "examples, such as a root or a ratio, which is not that of the batch. Return the sums or means from the "
+    "step, reduce them, and compute the value from the reduced ones."
+)
+_NOTICES = {
+    (ReduceOp.MEAN, "part"): _MEAN_OF_PARTS,
+    (ReduceOp.SUM, "mean"): _SUM_OF_MEANS,
+    (ReduceOp.SUM, "nonlinear"): _NONLINEAR,
+    (ReduceOp.MEAN, "nonlinear"): _NONLINEAR,
+}
 
 Axes = tuple[int, ...] | None
 
@@ -106,8 +121,8 @@ def _summable(op: ReduceOp, value: Any, mesh: Mesh) -> Any:
         # Integers are mostly counts, which are meant to be added up; floats were often reduced in the step.
         if step and replicas > 1 and jnp.issubdtype(value.dtype, jnp.inexact):
             log_once(_SUM_OF_EQUAL, step, replicas, replicas, about=step)
-    elif op is ReduceOp.MEAN and isinstance(value, PerReplica) and value.is_part_of_mean:
-        log_once(_MEAN_OF_PARTS, value.step, replicas, about=value.step)
+    elif isinstance(value, PerReplica) and (text := _NOTICES.get((op, value.share))):
+        log_once(text, value.step, replicas, about=value.step)
     is_whole = isinstance(value, (DistributedValues, jax.core.Tracer)) or is_local(mesh)
     if is_whole or not getattr(value, "is_fully_addressable", True):
         return value

@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 50_833,
-    lines_of_tests: 50_296,
-    files: 204,
+    lines: 51_061,
+    lines_of_tests: 50_430,
+    files: 205,
     pieces: 0,
     private_words: 0,
     private_imports: 32,

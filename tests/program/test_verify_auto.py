@@ -279,7 +279,7 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
         "prints": prints,
         "takes shares of one size": refuse,
         "divides by another number": divides,
-        "does not train": lambda x, _: context().all_reduce("sum", model(x).mean()),
+        "does not train": lambda x, _: context().all_reduce("sum", model(x).max()),
     }
     return steps[kind], [ids] if "each replica" in kind else []
 

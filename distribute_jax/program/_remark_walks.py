@@ -1,0 +1,331 @@
+"""The marks of the proof for other questions: parts of means, means of shares, equal random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isclose, prod
+from typing import Any, Self
+
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+
+from distribute_jax._mesh import DATA
+from distribute_jax.collectives._markers import part_of_mean_p
+from distribute_jax.program._jaxprs import equations, line, names_axis, user_line
+from distribute_jax.program._replication import MIRRORED, RULES, Mark, Ref, ReplicationWalk, union
+from distribute_jax.program._walk import Marks
+
+_CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
+_SHAPES = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
+_KEEPS = _SHAPES | {
+    "add", "add_any", "concatenate", "copy", "neg", "optimization_barrier",
+    "reduce_sum", "select_n", "stop_gradient", "sub", "transpose",
+}  # fmt: skip
+"""Operations after which a part of a mean is still a part."""
+
+
+class Part(str):
+    """The mark of a part of a mean: the line that made it."""
+
+    __slots__ = ()
+
+
+class ScaledPart(Part):
+    """The mark of a value computed from a part, which may be a complete mean by that."""
+
+    __slots__ = ()
+
+
+class _Constant(str):
+    """The mark of an array whose elements are all this number."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where the parts of means in a program end up."""
+
+    outputs: list[frozenset[Part]]
+    """For each output of the program, the parts in it."""
+    callbacks: list[tuple[str, str]]
+    """The lines of callbacks that get a part, with the line that made the part."""
+
+
+class _RemarkWalk(ReplicationWalk):
+    """Ignores collectives, for which the proof has passed, and knows the calls that it is in."""
+
+    def __init__(self, axis_size: int) -> None:
+        super().__init__(axis_size)
+        self._enclosing: list[Any] = []
+
+    def apply(self, eqn: Any, marks: Marks) -> Marks:
+        self._enclosing.append(eqn)
+        try:
+            return self.after(eqn, marks)
+        finally:
+            self._enclosing.pop()
+
+    def after(self, eqn: Any, marks: Marks) -> Marks:
+        """Returns the marks after one equation."""
+        return super().apply(eqn, marks)
+
+    def at(self) -> str:
+        """Returns the user's line, which is that of a call if JAX itself traced the function."""
+        known = (user_line(eqn) for eqn in reversed(self._enclosing))
+        return next(filter(None, known), "an unknown line")
+
+    def meet(self, eqn: Any) -> None:
+        """Does nothing."""
+
+
+def parts_of_means(jaxpr: Any, replicas: int) -> Parts:
+    """Follows the results of ``compute_average_loss``."""
+    if not any(eqn.primitive is part_of_mean_p for eqn in equations(jaxpr.jaxpr)):
+        return Parts([frozenset()] * len(jaxpr.jaxpr.outvars), [])
+    walk = _PartWalk(replicas)
+    outs = walk.run(jaxpr, [MIRRORED] * len(jaxpr.jaxpr.invars))
+    return Parts([_parts(mark) for mark in outs], sorted(walk.callbacks))
+
+
+class _PartWalk(_RemarkWalk):
+    """Marks parts of means; a sum over the replicas clears the mark."""
+
+    def __init__(self, axis_size: int) -> None:
+        super().__init__(axis_size)
+        self.callbacks: set[tuple[str, str]] = set()
+
+    def after(self, eqn: Any, marks: Marks) -> Marks:
+        name = eqn.primitive.name
+        if eqn.primitive is part_of_mean_p:
+            return [frozenset({Part(self.at())})]
+        if name == "cross_device_sum" or names_axis(eqn, DATA):
+            return [MIRRORED] * len(eqn.outvars)
+        if not any(marks) and name not in RULES and name not in _SHAPES:
+            return [MIRRORED] * len(eqn.outvars)
+        parts = _parts(union(marks))
+        if name in _CALLBACKS:
+            self.callbacks |= {(self.at(), str(p)) for p in parts if not isinstance(p, ScaledPart)}
+        if name in _SHAPES and len(eqn.invars) == 1 and not parts:
+            number = _number(eqn.invars[0], marks[0])
+            return [MIRRORED if number is None else frozenset({_Constant(number)})]
+        outs = super().after(eqn, marks)
+        if name in RULES:
+            return outs
+        mark = self._mark_of_parts(name, eqn, marks) if parts else MIRRORED
+        floating = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.outvars]
+        return [mark if is_float else MIRRORED for is_float in floating]
+
+    def _mark_of_parts(self, name: str, eqn: Any, marks: list[Mark]) -> Mark:
+        parts = _parts(union(marks))
+        if name in _KEEPS:
+            return parts
+        if name in ("mul", "div"):
+            factors = [_number(atom, mark) for atom, mark in zip(eqn.invars, marks, strict=True)]
+            factor = factors[1] if factors[1] is not None or name == "div" else factors[0]
+            if factor is not None and _parts(marks[0]) != _parts(marks[1]):
+                scale = abs(1 / factor if name == "div" and factor else factor)
+                # Times the replicas or the batch it is complete; times 0.1 it is a term of a sum of losses.
+                return parts if scale < 2 else MIRRORED
+        return frozenset(ScaledPart(part) for part in parts)
+
+
+def _parts(mark: Mark) -> frozenset[Part]:
+    return frozenset(word for word in mark if isinstance(word, Part))
+
+
+def _number(atom: Any, mark: Mark) -> float | None:
+    """Returns the number that all elements are, if it is known."""
+    if isinstance(atom, jex_core.Literal) and np.isrealobj(atom.val):
+        return float(atom.val) if np.ndim(atom.val) == 0 else None
+    if len(mark) == 1 and isinstance(word := next(iter(mark)), _Constant):
+        return float(word)
+    return None
+
+
+class _OfShares(str):
+    """A mark with a line; those of different kinds are not equal."""
+
+    __slots__ = ("at",)
+    at: str
+
+    def __new__(cls, at: str) -> Self:
+        word = super().__new__(cls, f"{cls.__name__} {at}")
+        word.at = at
+        return word
+
+
+class ShareMean(_OfShares):
+    """A mean over one replica's examples."""
+
+
+class NonlinearShare(_OfShares):
+    """A function of such means, or a ratio of sums over one replica's examples."""
+
+
+class SumOfMeans(_OfShares):
+    """The sum of a ``ShareMean`` over the replicas."""
+
+
+class Combined(_OfShares):
+    """What the replicas combined of a ``NonlinearShare``."""
+
+
+class _Total(str):
+    """The mark of a sum over one replica's examples: the number of elements."""
+
+    __slots__ = ()
+
+
+_ROWS: Mark = frozenset({"rows of the batch"})
+_LINEAR = _KEEPS | {"max", "split"}
+_NONLINEAR = frozenset({
+    "abs", "exp", "exp2", "expm1", "integer_pow", "log", "log1p", "logistic", "pow", "rsqrt", "sqrt",
+    "square", "tanh",
+})  # fmt: skip
+_SUMS = frozenset({"cross_device_sum", "psum", "psum_invariant"})
+
+
+def means_of_shares(jaxpr: Any, batch: Sequence[bool], replicas: int, rows: int) -> list[Mark]:
+    """Returns which outputs are means over the ``rows`` of one replica, or computed from such means.
+
+    ``batch`` says which inputs have these rows.
+    """
+    walk = _MeanWalk(replicas, rows)
+    return walk.run(jaxpr, [_ROWS if has_rows else MIRRORED for has_rows in batch])
+
+
+class _MeanWalk(_RemarkWalk):
+    """Marks sums over the rows of one replica, their quotients, and what the replicas combine of these."""
+
+    def __init__(self, replicas: int, rows: int) -> None:
+        super().__init__(replicas)
+        self._rows = rows
+
+    def after(self, eqn: Any, marks: Marks) -> Marks:
+        name, mark = eqn.primitive.name, union(marks)
+        if name in _SUMS and len(marks) == len(eqn.outvars):
+            return [_over_replicas(union([mark])) for mark in marks]
+        if name in _SUMS or names_axis(eqn, DATA):
+            return [MIRRORED] * len(eqn.outvars)
+        if name in RULES:
+            return super().after(eqn, marks)
+        if name in _SHAPES and (number := _number(eqn.invars[0], marks[0])) is not None:
+            mark = frozenset({_Constant(number)})
+        elif mark & _ROWS:
+            mark = self._of_rows(name, eqn)
+        elif mark:
+            mark = self._of_means(name, eqn, marks)
+        return [self._in(var.aval, mark) for var in eqn.outvars]
+
+    def _in(self, aval: Any, mark: Mark) -> Mark:
+        if mark & _ROWS:
+            return _ROWS if aval.shape[:1] == (self._rows,) else MIRRORED
+        return mark if jnp.issubdtype(aval.dtype, jnp.number) else MIRRORED
+
+    def _of_rows(self, name: str, eqn: Any) -> Mark:
+        shape, axes = eqn.invars[0].aval.shape, eqn.params.get("axes", ())
+        if name == "reduce_sum" and 0 in axes and shape[0] == self._rows:
+            return frozenset({_Total(prod(shape[axis] for axis in axes))})
+        return _ROWS
+
+    def _of_means(self, name: str, eqn: Any, marks: Marks) -> Mark:
+        mark, where = union(marks), self.at()
+        numbers = [_number(*pair) for pair in zip(eqn.invars, marks, strict=True)]
+        if name in ("mul", "div"):
+            number = numbers[1] if name == "div" or numbers[1] is not None else numbers[0]
+            if number:
+                return self._divided(mark, number if name == "div" else 1 / number, where)
+            is_nonlinear = all(marks)
+        else:
+            is_nonlinear = name in _NONLINEAR
+        if is_nonlinear:
+            return frozenset({NonlinearShare(where)}) if _of_one_share(mark) else MIRRORED
+        # A count that is kept from being 0, as by jnp.maximum(count, 1), is still one.
+        is_total = all(m or number is not None for number, m in zip(numbers, marks, strict=True))
+        kept = (_OfShares, _Total) if is_total else _OfShares
+        return frozenset(word for word in mark if name in _LINEAR and isinstance(word, kept))
+
+    def _divided(self, mark: Mark, number: float, where: str) -> Mark:
+        """Returns the mark of a value divided by a number."""
+        totals = [int(word) for word in mark if isinstance(word, _Total)]
+        if totals:
+            # The examples of all replicas may be as many as these elements: then it is a part of a mean.
+            is_part = isclose(number, self._rows * self.axis_size)
+            is_mean = not is_part and any(isclose(total, number) for total in totals)
+            return frozenset({ShareMean(where)}) if is_mean else MIRRORED
+        if not isclose(number, self.axis_size):
+            return mark
+        # By the number of replicas: a part of a mean, or the mean over the replicas.
+        return frozenset(word for word in mark if not isinstance(word, (ShareMean, SumOfMeans)))
+
+
+def _over_replicas(mark: Mark) -> Mark:
+    """Returns the mark of the sum of a value over the replicas."""
+    means = (SumOfMeans(word.at) for word in mark if isinstance(word, ShareMean))
+    return frozenset(means) | {
+        Combined(word.at) for word in mark if isinstance(word, NonlinearShare)
+    }
+
+
+def _of_one_share(mark: Mark) -> bool:
+    """True if a value is computed from sums or means over one replica's examples."""
+    return any(isinstance(word, (_Total, ShareMean, NonlinearShare)) for word in mark)
+
+
+DRAWING = frozenset({"random_bits", "random_gamma", "rng_bit_generator"})
+
+STREAM: Mark = frozenset({"a random stream"})
+"""The mark of random streams, and of all that is computed from them."""
+
+
+class _Seed(str):
+    """The mark of a value computed from a seed and nothing that differs: the line of the seed."""
+
+    __slots__ = ()
+
+
+class EqualWalk(_RemarkWalk):
+    """Finds random numbers that are equal on all replicas, and collectives of equal values."""
+
+    def __init__(self, replicas: int, rows: int) -> None:
+        """``rows`` is the length of a share of the batch, 0 if there is no batch."""
+        super().__init__(replicas)
+        self.rows = rows
+        self.seeds: set[str] = set()
+        """The lines that seed a key with which every replica then draws the same numbers."""
+        self.draws: set[str] = set()
+        """The lines that draw a number for each row with a mirrored key from outside the step."""
+        self._operands = MIRRORED
+        self._reductions: dict[int, tuple[Any, Mark]] = {}
+
+    def after(self, eqn: Any, marks: Marks) -> Marks:
+        # A value from a stream keeps its mark alone, also after the replica id is folded in.
+        marks = [m if isinstance(m, Ref) or not m >= STREAM else STREAM for m in marks]
+        self._operands = mark = union(marks)
+        if eqn.primitive.name == "random_seed" and not mark:
+            return [frozenset({_Seed(self.at())})]
+        if eqn.primitive.name in DRAWING:
+            if mark and all(isinstance(word, _Seed) for word in mark):
+                self.seeds |= mark
+            # rng_bit_generator returns the numbers after the key.
+            if not mark and self.rows > 1 and self.rows in eqn.outvars[-1].aval.shape[:1]:
+                self.draws.add(self.at())
+        return super().after(eqn, marks)
+
+    def meet(self, eqn: Any) -> None:
+        """Notes the collective, with all marks that it gets while loops are walked again."""
+        _, before = self._reductions.get(id(eqn), (eqn, MIRRORED))
+        self._reductions[id(eqn)] = eqn, union([before, self._operands])
+
+    def equal_reductions(self) -> list[str] | None:
+        """Returns the lines of collectives, or None if an operand of one differs between replicas.
+
+        Random numbers of each replica, as for dropout, count as equal, since the examples are.
+        """
+        marks = [mark for _, mark in self._reductions.values()]
+        if any(word not in STREAM and not isinstance(word, _Seed) for m in marks for word in m):
+            return None
+        return sorted({line(eqn) for eqn, _ in self._reductions.values()})

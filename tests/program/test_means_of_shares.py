@@ -1,0 +1,134 @@
+"""Means that are summed, and roots and ratios of shares, are reported when a step is traced."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import distribute_jax as dj
+
+X = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
+REPLICAS = 4
+RING = dj.experimental.CommunicationOptions(implementation="RING")
+
+
+def all_reduce(op: Any, value: Any, options: Any = None) -> Any:
+    return dj.get_replica_context().all_reduce(op, value, options)
+
+
+def ratio(x: jax.Array) -> jax.Array:
+    """The mean of positive elements."""
+    mask = x > 0
+    return jnp.sum(x * mask) / jnp.maximum(mask.sum(), 1)
+
+
+SUMS: dict[str, Callable[[jax.Array], Any]] = {
+    "a mean": lambda x: all_reduce("sum", x.mean()),
+    "half of it, in a dict": lambda x: {"loss": 0.5 * all_reduce("sum", x[:, 0].mean()) + 1.0},
+    "by the rows of a share": lambda x: all_reduce("sum", x[:, 0].sum() / x.shape[0]),
+    "of each column": lambda x: all_reduce("sum", x.mean(0)),
+    "in a scan": lambda x: jax.lax.scan(lambda c, _: (c, all_reduce("sum", x.mean())), 0, None, 2),
+    "by a ring": lambda x: all_reduce("sum", x.mean(), RING),
+    "an accuracy": lambda x: all_reduce("sum", jnp.mean(x.argmax(1) == 1)),
+}
+
+NONLINEAR: dict[str, Callable[[jax.Array], Any]] = {
+    "a root": lambda x: all_reduce("mean", jnp.sqrt((x**2).mean())),
+    "a perplexity": lambda x: all_reduce("sum", jnp.exp(x.mean())) / REPLICAS,
+    "a ratio": lambda x: all_reduce("mean", ratio(x)),
+    "the norm of a sum": lambda x: all_reduce("sum", jnp.linalg.norm(x.sum(0))),
+}
+
+RIGHT: dict[str, Callable[[jax.Array], Any]] = {
+    "a mean of means": lambda x: all_reduce("mean", x.mean()),
+    "a part": lambda x: all_reduce("sum", x.mean() / REPLICAS),
+    "a sum of means by the replicas": lambda x: all_reduce("sum", x.mean()) / REPLICAS,
+    "by the examples of all": lambda x: all_reduce("sum", x.sum() / len(X)),
+    "by as many as elements of a share": lambda x: all_reduce(
+        "sum", jnp.tile(x[:, :1], 4).sum() / 16
+    ),
+    "a loss": lambda x: all_reduce("sum", dj.compute_average_loss(x[:, 0])),
+    "a root of the mean": lambda x: jnp.sqrt(all_reduce("mean", (x**2).mean())),
+    "a ratio of sums": lambda x: all_reduce("sum", x.sum()) / all_reduce("sum", (x > 0).sum()),
+    "a mean of roots": lambda x: all_reduce("mean", jnp.linalg.norm(x, axis=1).mean()),
+    "a mean over features": lambda x: all_reduce("sum", x.mean(1).sum()),
+    "normalized weights": lambda x: all_reduce("mean", jax.nn.softmax(x, axis=1).mean()),
+}
+
+
+def logged(caplog: pytest.LogCaptureFixture, run: Callable[[], Any]) -> list[str]:
+    with caplog.at_level(logging.WARNING, logger="distribute_jax"):
+        run()
+    return [record.getMessage() for record in caplog.records]
+
+
+def batch(strategy: dj.Strategy) -> Any:
+    return next(iter(strategy.distribute_dataset([X])))
+
+
+@pytest.mark.parametrize("kind", SUMS)
+def test_a_sum_of_means_is_logged_with_its_line(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, kind: str
+):
+    """It is N times the mean over the batch, and no state shows it."""
+    [text] = logged(caplog, lambda: s4.run(SUMS[kind], args=(batch(s4),)))
+    assert "returned result" in text
+    assert "the mean that each took over its examples at test_means_of_shares.py" in text
+    assert "4 times the mean over the batch. Write all_reduce('mean', ...)" in text
+
+
+@pytest.mark.parametrize("kind", NONLINEAR)
+def test_a_function_of_the_mean_of_each_share_is_logged(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, kind: str
+):
+    """A mean of roots is not the root of the mean."""
+    [text] = logged(caplog, lambda: s4.run(NONLINEAR[kind], args=(batch(s4),)))
+    assert "combines what each of the 4 replicas computed at test_means_of_shares.py" in text
+    assert "Reduce first and compute then" in text
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_what_equals_one_device_is_not_logged(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, kind: str
+):
+    one = dj.OneDeviceStrategy(0)
+    several: list[Any] = []
+    assert not logged(caplog, lambda: several.append(s4.run(RIGHT[kind], args=(batch(s4),))))
+    if kind not in (
+        "a part",
+        "a sum of means by the replicas",
+    ):  # which divide by 4 on one device too
+        expected = one.run(RIGHT[kind], args=(batch(one),))
+        np.testing.assert_allclose(several[0], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("op", "step", "text"),
+    [
+        ("sum", lambda x: x.mean(), "the sum is 4 times the mean over the batch"),
+        ("sum", ratio, "such as a root or a ratio, which is not that of the batch"),
+        ("mean", ratio, "such as a root or a ratio, which is not that of the batch"),
+        ("mean", lambda x: x.mean(), ""),
+        ("sum", lambda x: x.sum(), ""),
+        ("sum", lambda x: x.mean() / REPLICAS, ""),
+    ],
+)
+def test_reduce_outside_of_the_step_says_the_same(
+    s4: dj.MirroredStrategy,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    op: Any,
+    step: Any,
+    text: str,
+):
+    """Once for each step, whose name it has."""
+    monkeypatch.setattr("distribute_jax._errors._logged", set())
+    value = s4.run(step, args=(batch(s4),))
+    texts = logged(caplog, lambda: s4.reduce(op, value, axis=None))
+    assert [text in one for one in texts] == ([True] if text else [])
