@@ -87,7 +87,8 @@ def plan(call: Call, traced: Traced, options: RunOptions, before: list[Mark] | N
         _check_model_shaped(call, traced, marks[state:])
     if replicas == 1:
         return Plan(combine, mirrored, shares=_UNKNOWN * results)
-    notices = remarks(call, traced, before, combine, options)
+    new_state = frozenset(k for part in model_shaped(call, traced) for k in part.results)
+    notices = remarks(call, traced, before, combine, options, new_state)
     return Plan(combine, mirrored, merges, *notices, diverging=diverging)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import isclose, prod
 from typing import Any, Self
 
+import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,15 @@ import numpy as np
 from distribute_jax._mesh import DATA
 from distribute_jax.collectives._markers import part_of_mean_p
 from distribute_jax.program._jaxprs import equations, line, names_axis, user_line
-from distribute_jax.program._replication import MIRRORED, RULES, Mark, Ref, ReplicationWalk, union
+from distribute_jax.program._replication import (
+    MIRRORED,
+    RULES,
+    Mark,
+    Ref,
+    ReplicationWalk,
+    contents,
+    union,
+)
 from distribute_jax.program._walk import Marks
 
 _CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
@@ -162,7 +171,7 @@ class ShareMean(_OfShares):
 
 
 class NonlinearShare(_OfShares):
-    """A function of such means, or a ratio of sums over one replica's examples."""
+    """A function of such means, a ratio of sums, or a maximum or sort over one replica's examples."""
 
 
 class SumOfMeans(_OfShares):
@@ -173,6 +182,10 @@ class Combined(_OfShares):
     """What the replicas combined of a ``NonlinearShare``."""
 
 
+class _Centered(_OfShares):
+    """Rows from which a sum or mean of their share was subtracted."""
+
+
 class _Total(str):
     """The mark of a sum over one replica's examples: the number of elements."""
 
@@ -180,12 +193,13 @@ class _Total(str):
 
 
 _ROWS: Mark = frozenset({"rows of the batch"})
-_LINEAR = _KEEPS | {"max", "split"}
+_LINEAR = _KEEPS | {"dynamic_slice", "gather", "max", "part_of_mean", "rev", "slice", "split"}
 _NONLINEAR = frozenset({
     "abs", "exp", "exp2", "expm1", "integer_pow", "log", "log1p", "logistic", "pow", "rsqrt", "sqrt",
     "square", "tanh",
 })  # fmt: skip
-_SUMS = frozenset({"cross_device_sum", "psum", "psum_invariant"})
+_SQUARES = frozenset({"abs", "integer_pow", "mul", "reshape", "square"})
+_OVER_ROWS = frozenset({"argmax", "argmin", "reduce_max", "reduce_min", "reduce_prod"})
 
 
 def means_of_shares(jaxpr: Any, batch: Sequence[bool], replicas: int, rows: int) -> list[Mark]:
@@ -204,62 +218,94 @@ class _MeanWalk(_RemarkWalk):
         super().__init__(replicas)
         self._rows = rows
 
+    def constant(self, value: Any) -> Mark:
+        is_number = np.ndim(value) == 0 and not isinstance(value, jax.Array)
+        return frozenset({_Constant(float(value))}) if is_number else MIRRORED
+
     def after(self, eqn: Any, marks: Marks) -> Marks:
-        name, mark = eqn.primitive.name, union(marks)
-        if name in _SUMS and len(marks) == len(eqn.outvars):
-            return [_over_replicas(union([mark])) for mark in marks]
-        if name in _SUMS or names_axis(eqn, DATA):
-            return [MIRRORED] * len(eqn.outvars)
-        if name in RULES:
+        if eqn.primitive.name in RULES and not (_is_sum(eqn) or names_axis(eqn, DATA)):
             return super().after(eqn, marks)
-        if name in _SHAPES and (number := _number(eqn.invars[0], marks[0])) is not None:
-            mark = frozenset({_Constant(number)})
+        return self.by_rule(_MeanWalk._plain, eqn, contents(marks)) or [MIRRORED] * len(eqn.outvars)
+
+    def _plain(self, eqn: Any, marks: Marks) -> Marks:
+        """Returns the marks after an operation without a body, or a collective."""
+        if _is_sum(eqn):
+            return [_over_replicas(mark) for mark in marks]
+        name, mark = eqn.primitive.name, union(marks)
+        if not mark or names_axis(eqn, DATA):
+            mark = MIRRORED
         elif mark & _ROWS:
-            mark = self._of_rows(name, eqn)
-        elif mark:
-            mark = self._of_means(name, eqn, marks)
+            mark = self._of_rows(name, eqn, marks)
+        else:
+            numbers = [_number(*pair) for pair in zip(eqn.invars, marks, strict=True)]
+            known = None not in numbers
+            mark = _folded(name, numbers) if known else self._of_means(name, numbers, marks)
         return [self._in(var.aval, mark) for var in eqn.outvars]
 
     def _in(self, aval: Any, mark: Mark) -> Mark:
         if mark & _ROWS:
-            return _ROWS if aval.shape[:1] == (self._rows,) else MIRRORED
+            return mark if aval.shape[:1] == (self._rows,) else MIRRORED
         return mark if jnp.issubdtype(aval.dtype, jnp.number) else MIRRORED
 
-    def _of_rows(self, name: str, eqn: Any) -> Mark:
+    def _of_rows(self, name: str, eqn: Any, marks: Marks) -> Mark:
+        """Returns the mark of an operation on the rows of a share."""
+        if name == "sub" and marks[0] & _ROWS and _of_one_share(marks[1]):
+            return marks[0] | {_Centered(self.at())}  # the mean of their squares is a variance
         shape, axes = eqn.invars[0].aval.shape, eqn.params.get("axes", ())
-        if name == "reduce_sum" and 0 in axes and shape[0] == self._rows:
-            return frozenset({_Total(prod(shape[axis] for axis in axes))})
-        return _ROWS
+        if marks[0] & _ROWS and shape[:1] == (self._rows,):
+            centered = frozenset(NonlinearShare(w.at) for w in marks[0] if isinstance(w, _Centered))
+            if name == "reduce_sum" and 0 in axes:
+                return centered or frozenset({_Total(prod(shape[axis] for axis in axes))})
+            is_sort = name == "sort" and eqn.params["dimension"] == 0
+            is_sort = is_sort or (name == "top_k" and len(shape) == 1)
+            if is_sort or (name in _OVER_ROWS and 0 in axes):
+                return frozenset({NonlinearShare(self.at())})
+        is_square = name in _SQUARES and eqn.invars[0] is eqn.invars[-1]
+        return marks[0] if is_square else _ROWS
 
-    def _of_means(self, name: str, eqn: Any, marks: Marks) -> Mark:
-        mark, where = union(marks), self.at()
-        numbers = [_number(*pair) for pair in zip(eqn.invars, marks, strict=True)]
+    def _of_means(self, name: str, numbers: Sequence[float | None], marks: Marks) -> Mark:
+        """Returns the mark of an operation on sums and means."""
+        marks = [frozenset(w for w in m if not isinstance(w, _Constant)) for m in marks]
+        mark = union(marks)
         if name in ("mul", "div"):
             number = numbers[1] if name == "div" or numbers[1] is not None else numbers[0]
             if number:
-                return self._divided(mark, number if name == "div" else 1 / number, where)
-            is_nonlinear = all(marks)
+                return self._divided(mark, number if name == "div" else 1 / number)
+            is_nonlinear = all(marks)  # a product or ratio of two
         else:
             is_nonlinear = name in _NONLINEAR
         if is_nonlinear:
-            return frozenset({NonlinearShare(where)}) if _of_one_share(mark) else MIRRORED
+            return frozenset({NonlinearShare(self.at())}) if _of_one_share(mark) else MIRRORED
         # A count that is kept from being 0, as by jnp.maximum(count, 1), is still one.
-        is_total = all(m or number is not None for number, m in zip(numbers, marks, strict=True))
+        is_total = all(m or n is not None for m, n in zip(marks, numbers, strict=True))
         kept = (_OfShares, _Total) if is_total else _OfShares
         return frozenset(word for word in mark if name in _LINEAR and isinstance(word, kept))
 
-    def _divided(self, mark: Mark, number: float, where: str) -> Mark:
+    def _divided(self, mark: Mark, number: float) -> Mark:
         """Returns the mark of a value divided by a number."""
         totals = [int(word) for word in mark if isinstance(word, _Total)]
         if totals:
             # The examples of all replicas may be as many as these elements: then it is a part of a mean.
             is_part = isclose(number, self._rows * self.axis_size)
             is_mean = not is_part and any(isclose(total, number) for total in totals)
-            return frozenset({ShareMean(where)}) if is_mean else MIRRORED
+            return frozenset({ShareMean(self.at())}) if is_mean else mark
         if not isclose(number, self.axis_size):
             return mark
         # By the number of replicas: a part of a mean, or the mean over the replicas.
         return frozenset(word for word in mark if not isinstance(word, (ShareMean, SumOfMeans)))
+
+
+def _is_sum(eqn: Any) -> bool:
+    return eqn.primitive.name == "cross_device_sum" or (
+        eqn.primitive.name in ("psum", "psum_invariant") and names_axis(eqn, DATA)
+    )
+
+
+def _folded(name: str, numbers: Sequence[Any]) -> Mark:
+    """Returns the mark of what is computed from numbers, as the divisor of ``jnp.var`` is."""
+    if name in _SHAPES:
+        return frozenset({_Constant(numbers[0])})
+    return frozenset({_Constant(numbers[0] - numbers[1])}) if name == "sub" else MIRRORED
 
 
 def _over_replicas(mark: Mark) -> Mark:

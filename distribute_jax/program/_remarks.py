@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -117,9 +117,10 @@ _SUM_OF_MEANS = (
     "dj.compute_average_loss(values) with one value for each example."
 )
 _NONLINEAR = (
-    "%s returned %s, which combines what each of the %s replicas computed at %s from sums or means over its "
-    "own examples, and so is not the value for the batch. Reduce first and compute then, such as "
-    "jnp.sqrt(all_reduce('mean', mean)), or all_reduce('sum', total) / all_reduce('sum', count)."
+    "%s returned %s, which combines what each of the %s replicas computed at %s from its examples by more "
+    "than a sum, as a root, a ratio or a maximum, and so is not the value for the batch. Reduce first and "
+    "compute then, such as jnp.sqrt(all_reduce('mean', mean)), all_reduce('sum', total) / all_reduce('sum', "
+    "count), or all_gather(values).max()."
 )
 
 
@@ -129,8 +130,11 @@ def remarks(
     in_marks: Sequence[Mark],
     combine: Sequence[Combine],
     options: RunOptions,
+    new_state: Collection[int],
 ) -> tuple[tuple[Notice, ...], tuple[Share, ...]]:
     """Returns warnings about a step, and what each replica's part of each array of its result is.
+
+    ``new_state`` are the arrays of the result that are new values of arguments.
 
     Raises:
         ArgumentError: a metric averages parts of a mean, or ``fit`` would sum the values of one.
@@ -145,7 +149,7 @@ def remarks(
     if options.check_sync:
         notices += _parts_in_state(call, traced, parts, combine)
     means = _means_of_shares(call, traced)
-    notices += _combined_means(call, traced, means[len(combine) :])
+    notices += _combined_means(call, traced, means[len(combine) :], new_state)
     shares = [_share(*marks) for marks in zip(parts.outputs, means, strict=True)]
     return tuple(notices), tuple(shares[len(combine) :])
 
@@ -161,12 +165,13 @@ def _means_of_shares(call: Call, traced: Traced) -> list[Mark]:
     return means_of_shares(traced.jaxpr, inputs, num_replicas(call.mesh), rows.pop())
 
 
-def _combined_means(call: Call, traced: Traced, marks: Sequence[Mark]) -> Iterator[Notice]:
-    """Warns of results that are sums of means, or combine functions of them."""
+def _combined_means(
+    call: Call, traced: Traced, marks: Sequence[Mark], new_state: Collection[int]
+) -> Iterator[Notice]:
+    """Warns of results, other than new state, that are sums of means, or combine functions of them."""
     step, replicas = step_name(call.fn), str(num_replicas(call.mesh))
-    for result, mark in zip(traced.results.names, marks, strict=True):
-        # The statistics of norms are those of each replica's share, of which there is another notice.
-        for word in () if "batch_stats" in result else sorted(mark):
+    for k, (result, mark) in enumerate(zip(traced.results.names, marks, strict=True)):
+        for word in () if k in new_state else sorted(mark):
             if isinstance(word, Combined):
                 yield Notice(_NONLINEAR, (step, result, replicas, word.at), word.at)
             elif isinstance(word, SumOfMeans):

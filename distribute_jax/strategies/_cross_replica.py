@@ -66,9 +66,9 @@ _SUM_OF_MEANS = (
     "is %d times the mean over the batch, which is strategy.reduce('mean', value)."
 )
 _NONLINEAR = (
-    "strategy.reduce combines what %s computed on each of %d replicas from sums or means over its own "
-    "examples, such as a root or a ratio, which is not that of the batch. Return the sums or means from the "
-    "step, reduce them, and compute the value from the reduced ones."
+    "strategy.reduce combines what %s computed on each of %d replicas from its examples by more than a sum, "
+    "as a root, a ratio or a maximum, and so is not the value for the batch. Return sums or means from the "
+    "step, reduce them and compute then; or compute it from strategy.gather(values, axis=0)."
 )
 _NOTICES = {
     (ReduceOp.MEAN, "part"): _MEAN_OF_PARTS,

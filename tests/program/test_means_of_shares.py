@@ -42,6 +42,14 @@ NONLINEAR: dict[str, Callable[[jax.Array], Any]] = {
     "a root": lambda x: all_reduce("mean", jnp.sqrt((x**2).mean())),
     "a perplexity": lambda x: all_reduce("sum", jnp.exp(x.mean())) / REPLICAS,
     "a ratio": lambda x: all_reduce("mean", ratio(x)),
+    "a variance": lambda x: all_reduce("mean", x.var(0)),
+    "a standard deviation": lambda x: all_reduce("mean", x.std(ddof=1)),
+    "twice a sum by a sum": lambda x: all_reduce("mean", 2 * (x > 1).sum() / ((x > 0).sum() + 1)),
+    "a maximum": lambda x: all_reduce("mean", x.max()),
+    "a median": lambda x: all_reduce("mean", jnp.median(x[:, 0])),
+    "the largest losses": lambda x: all_reduce(
+        "sum", dj.compute_average_loss(jax.lax.top_k(x[:, 0], 2)[0], global_batch_size=8)
+    ),
     "the norm of a sum": lambda x: all_reduce("sum", jnp.linalg.norm(x.sum(0))),
 }
 
@@ -54,10 +62,16 @@ RIGHT: dict[str, Callable[[jax.Array], Any]] = {
         "sum", jnp.tile(x[:, :1], 4).sum() / 16
     ),
     "a loss": lambda x: all_reduce("sum", dj.compute_average_loss(x[:, 0])),
+    "a count in a loop": lambda x: jax.lax.fori_loop(
+        0, 2, lambda i, c: c - all_reduce("sum", x.sum()) / c, 4.0
+    ),
     "a root of the mean": lambda x: jnp.sqrt(all_reduce("mean", (x**2).mean())),
     "a ratio of sums": lambda x: all_reduce("sum", x.sum()) / all_reduce("sum", (x > 0).sum()),
     "a mean of roots": lambda x: all_reduce("mean", jnp.linalg.norm(x, axis=1).mean()),
     "a mean over features": lambda x: all_reduce("sum", x.mean(1).sum()),
+    "normalized rows": lambda x: all_reduce("mean", ((x - x.mean(1, keepdims=True)) ** 2).mean()),
+    "a maximum that cancels": lambda x: all_reduce("mean", (x - x.max() + x.max()).mean()),
+    "gathered": lambda x: dj.get_replica_context().all_gather(x, axis=0).max(),
     "normalized weights": lambda x: all_reduce("mean", jax.nn.softmax(x, axis=1).mean()),
 }
 
@@ -112,8 +126,8 @@ def test_what_equals_one_device_is_not_logged(
     ("op", "step", "text"),
     [
         ("sum", lambda x: x.mean(), "the sum is 4 times the mean over the batch"),
-        ("sum", ratio, "such as a root or a ratio, which is not that of the batch"),
-        ("mean", ratio, "such as a root or a ratio, which is not that of the batch"),
+        ("sum", ratio, "a ratio or a maximum, and so is not the value for the batch"),
+        ("mean", ratio, "a ratio or a maximum, and so is not the value for the batch"),
         ("mean", lambda x: x.mean(), ""),
         ("sum", lambda x: x.sum(), ""),
         ("sum", lambda x: x.mean() / REPLICAS, ""),

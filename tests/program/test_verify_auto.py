@@ -279,7 +279,7 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
         "prints": prints,
         "takes shares of one size": refuse,
         "divides by another number": divides,
-        "does not train": lambda x, _: context().all_reduce("sum", model(x).max()),
+        "does not train": lambda x, _: context().all_reduce("sum", (model(x).T @ model(x)) ** 2),
     }
     return steps[kind], [ids] if "each replica" in kind else []
 
