@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, Primitive, primitives
 
-from distribute_jax._errors import DeadlockError, OutOfSyncError, log_once
+from distribute_jax._errors import DeadlockError, LoweringError, OutOfSyncError, log_once
 from distribute_jax._mesh import DATA
 from distribute_jax.collectives._markers import mirrored_p, part_of_mean_p, unreduced_p
 from distribute_jax.program import _walk
@@ -57,6 +57,10 @@ dj.Optimizer.update at {where} got gradients that are already equal on every rep
 be {replicas} times too large.
 If they were combined before, pass update(model, grads, skip_gradients_aggregation=True). Otherwise \
 they do not depend on the batch: pass the batch in args, from strategy.distribute_dataset."""
+
+_TWO_BITS = """\
+{collective} at {where} combines {dtype} values, for which XLA's collectives give wrong numbers on CPU. \
+Convert them before: x.astype(jnp.int8). dj.get_replica_context().all_gather does so by itself."""
 
 _ZEROS = (
     "dj.Optimizer.update at %s gets gradients that are all zero: the loss does not depend on the variables "
@@ -412,7 +416,11 @@ class ReplicationWalk(Walk):
             log_once(_ZEROS, line(eqn), about=line(eqn))
 
     def meet(self, eqn: Any) -> None:
-        """Raises DeadlockError unless every replica is sure to reach the collective ``eqn``."""
+        """Raises unless every replica is sure to reach the collective ``eqn``, and can compute it."""
+        for dtype in {str(var.aval.dtype) for var in eqn.outvars} & {"int2", "uint2"}:
+            raise LoweringError(
+                _TWO_BITS.format(collective=name(eqn), where=line(eqn), dtype=dtype)
+            )
         if self.control.mark:
             message = DEADLOCK.format(
                 collective=name(eqn),

@@ -150,6 +150,13 @@ def test_two_bit_integers_are_gathered_everywhere(dtype: str):
         assert joined.tolist() == np.concatenate(values).tolist()
 
 
+def test_collectives_of_jax_on_two_bit_integers_are_refused(s2: dj.MirroredStrategy):
+    """They would return other values on CPU, and write beyond their memory."""
+    value = on_replicas(s2, [np.array([r, 1]).astype(jnp.int2) for r in range(2)])
+    with pytest.raises(dj.LoweringError, match=r"test_dtypes.py:\d+ combines int2 values"):
+        s2.run(lambda x: jax.lax.all_gather(x, "data"), args=(value,))
+
+
 def test_random_keys_are_gathered_in_a_step(s2: dj.MirroredStrategy):
     """Their bits are gathered; the result is mirrored."""
     keys = [jax.random.split(jax.random.key(r), 2) for r in range(2)]
