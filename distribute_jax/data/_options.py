@@ -187,11 +187,12 @@ class InputContext:
             The number of examples of one replica.
 
         Raises:
-            ArgumentError: it is not divisible by the number of replicas.
+            ArgumentError: it is below 1, or not divisible by the number of replicas.
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/InputContext#get_per_replica_batch_size
         """
-        share, rest = divmod(global_batch_size, self.num_replicas_in_sync)
+        size = check_int("get_per_replica_batch_size(global_batch_size)", global_batch_size)
+        share, rest = divmod(size, self.num_replicas_in_sync)
         if rest:
             raise ArgumentError(
                 f"The `global_batch_size` {global_batch_size} is not divisible by "

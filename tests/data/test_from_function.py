@@ -1,5 +1,6 @@
 """distribute_datasets_from_function: whose batches each replica takes, and where they end."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,6 +113,18 @@ def test_leaves_of_every_kind_are_placed(s2: dj.MirroredStrategy):
     devices = [shard.device for shard in element["a"].global_array.addressable_shards]
     assert devices == list(s2.mesh.devices.flat)
     assert np.asarray(element["a"].global_array).tolist() == [0, 0, 0, 0, 1, 2]
+
+
+def test_a_generator_for_one_epoch_says_what_to_return(s2: dj.MirroredStrategy):
+    """The advice takes the context, and an epoch begins with a new generator."""
+    make_batches = lambda: (x for x in batches(4, 2))  # noqa: E731
+    once = s2.distribute_datasets_from_function(lambda context: make_batches())
+    assert all_values(once) == [[[0, 1], [2, 3]]]
+    advice = "strategy.distribute_datasets_from_function(lambda context: make_batches)"
+    with pytest.raises(ArgumentError, match=re.escape(advice)):
+        list(once)
+    again = s2.distribute_datasets_from_function(lambda context: make_batches)
+    assert [all_values(again) for _ in range(2)] == [[[[0, 1], [2, 3]]]] * 2
 
 
 def test_a_loader_may_reuse_its_buffer(s2: dj.MirroredStrategy):

@@ -90,12 +90,17 @@ def test_placing_a_dataset_on_the_devices_needs_one_for_each_replica():
 
 
 def test_a_context_divides_the_global_batch_among_all_replicas():
-    """Acceptance 103: 12 over 6 replicas is 2; 13 is a ValueError with TensorFlow's words."""
+    """Acceptance 103: 12 over 6 replicas is 2; 13 is a ValueError with TensorFlow's words, 0 and -6 too."""
     context = InputContext(2, 1, 6)
     assert context.get_per_replica_batch_size(12) == 2
     words = "The `global_batch_size` 13 is not divisible by `num_replicas_in_sync` 6"
     with pytest.raises(ValueError, match=words):
         context.get_per_replica_batch_size(13)
+    for size in (0, -6, True):
+        with pytest.raises(
+            ArgumentError, match=r"global_batch_size\) must be an integer >= 1; got"
+        ):
+            context.get_per_replica_batch_size(size)
 
 
 @pytest.mark.parametrize("numbers", [(0, 0, 1), (1, 0, 0), (1, -1, 1), (2, 2, 2), (1, 0, 2.0)])

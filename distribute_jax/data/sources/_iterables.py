@@ -126,9 +126,11 @@ class _Iterable(Stream):
 
 
 def _pass_factory(method: str) -> str:
+    # The function of a context is called once, and what it returns at the start of each epoch.
+    call = " context: make_batches" if method.endswith("from_function") else ": make_batches()"
     return (
         "Pass something that starts again for every epoch: a list of batches, or a function that "
-        f"returns a new iterator, {method}(lambda: make_batches())."
+        f"returns a new iterator, {method}(lambda{call})."
     )
 
 
