@@ -154,17 +154,29 @@ class Rules:
         self._matched |= matched
         unused = [rule for rule in (*self._patterns, *self._logical) if rule not in self._matched]
         if unused and not (all(placed) and (placed or matched)):
-            lines = []
-            for rule in unused:
-                near = difflib.get_close_matches(re.sub(r"[\\^$]", "", rule), paths, 3, 0.3)
-                lines.append(f"{rule!r}; the nearest are {', '.join(near or paths[:3])}")
+            lines = [f"{rule!r}; {self._why_unused(rule, variables, paths)}" for rule in unused]
             raise ArgumentError(_UNUSED.format(lines=listed(lines)))
+
+    def _why_unused(
+        self, rule: str, variables: Sequence[nnx.Variable[Any]], paths: Sequence[str]
+    ) -> str:
+        for path, variable in zip(paths, variables, strict=True):
+            patterns = rule in self._patterns and re.search(rule, path)
+            if patterns or rule in logical_axes(variable):
+                earlier = self._matching(path, variable)[0]
+                return f"the rule {earlier!r} decides about {path}: put this one before it"
+        near = difflib.get_close_matches(re.sub(r"[\\^$]", "", rule), paths, 3, 0.3)
+        is_logical = f"a logical axis, since its value is {self._logical.get(rule)!r}; "
+        return (
+            f"{is_logical * (rule in self._logical)}the nearest are {', '.join(near or paths[:3])}"
+        )
 
 
 _UNUSED = """\
-These rules match no variable of the model, so what they should divide would be replicated:
+These rules decide about no variable of the model, so what they should divide may be replicated:
 {lines}
-A rule is a regular expression that is searched in the path of a variable, or a logical axis name of Flax. \
+A rule with a PartitionSpec is a regular expression, of which the first that is found in the path of a \
+variable decides; one with an axis or None is a logical axis name of Flax. \
 strategy.placement(model) shows all paths; remove the rule if the model has no such part, \
 or make the model first that has it."""
 

@@ -78,6 +78,11 @@ def check_kinds(
             f"dj.Variable: aggregation=MEAN needs a floating dtype, since the mean of integers is not an "
             f"integer; got {dtype}. Use SUM or ONLY_FIRST_REPLICA."
         )
+    if aggregation is VariableAggregation.SUM and dtype == jnp.bool_:
+        raise ArgumentError(
+            "dj.Variable: aggregation=SUM needs a numeric dtype; got bool. Use ONLY_FIRST_REPLICA, or count: "
+            "dj.Variable(0, aggregation=dj.VariableAggregation.SUM)."
+        )
     if synchronization is VariableSynchronization.AUTO:
         synchronization = VariableSynchronization.ON_WRITE
     return synchronization, aggregation

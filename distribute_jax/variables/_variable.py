@@ -283,11 +283,11 @@ class Variable(nnx.Variable[Any]):
 
     def assign_add(self, delta: Any) -> Any:
         """Adds to the value; see ``assign``."""
-        return self._assign_change("assign_add", self._converted(delta))
+        return self._assign_change("assign_add", delta)
 
     def assign_sub(self, delta: Any) -> Any:
         """Subtracts from the value; see ``assign``."""
-        return self._assign_change("assign_sub", -self._converted(delta))
+        return self._assign_change("assign_sub", delta)
 
     def scatter(self, op: str, indices: Any, updates: Any) -> Any:
         """Changes rows of the value: ``v[indices] op= updates``; duplicate indices apply one after another.
@@ -327,6 +327,8 @@ class Variable(nnx.Variable[Any]):
         check_current_strategy(raw, self.name)
         updates = cast(updates, raw.dtype, self.name)
         rows = check_rows(indices, updates, raw.shape, f"scatter_{op} of {self.name!r}")
+        if op not in ("min", "max", "update"):
+            self._check_arithmetic(f"scatter_{op}")
         new = scatter(raw, op, rows, updates, self._over_replicas if combines else None)
         return self._store(
             new if combines or not in_replica_context() else self._over_replicas(new)
@@ -360,7 +362,10 @@ class Variable(nnx.Variable[Any]):
         """Replaces rows; see ``scatter``."""
         return self.scatter("update", indices, updates)
 
-    def _assign_change(self, method: str, delta: jax.Array) -> Any:
+    def _assign_change(self, method: str, value: Any) -> Any:
+        delta = self._converted(value)
+        self._check_arithmetic(method)
+        delta = -delta if method == "assign_sub" else delta
         if in_replica_context():
             change = delta if self.is_on_read else self._over_replicas(delta)
             return self._store(self._raw() + change)
@@ -413,6 +418,12 @@ class Variable(nnx.Variable[Any]):
 
     def _components(self) -> int:
         return int(jax.lax.psum(1, DATA) if inside_run() else self._raw().shape[0])
+
+    def _check_arithmetic(self, method: str) -> None:
+        if self._raw().dtype == jnp.bool_:
+            raise ArgumentError(
+                f"Variable {self.name!r} has dtype bool, for which {method} is not defined. Use assign."
+            )
 
     def _check_assignable(self, method: str) -> None:
         if self.aggregation is _NONE and self._components() > 1:

@@ -238,7 +238,19 @@ def test_rules_that_no_mesh_could_follow(rules: Any, message: str) -> None:
     [
         (
             {"dwon.kernel": PartitionSpec("model")},
-            r"(?s)match no variable.*nearest are .*down\.kernel",
+            r"(?s)decide about no variable.*'; the nearest are .*down\.kernel",
+        ),
+        (
+            {"kernel": PartitionSpec("model"), "s.up.kernel": PartitionSpec(None, "model")},
+            r"'s\.up\.kernel'; the rule 'kernel' decides about blocks\.up\.kernel: put this one",
+        ),
+        (
+            {"kernel": PartitionSpec("model"), "embed": "model"},
+            r"'embed'; the rule 'kernel' decides about up\.kernel: put this one",
+        ),
+        (
+            {"kernel": PartitionSpec("model"), "bias": None},
+            r"'bias'; a logical axis, since its value is None; the nearest are up\.bias",
         ),
         ({"up.bias": PartitionSpec("model", None, None)}, r"has 3 dims, and blocks\.up\.bias has"),
         (
@@ -269,7 +281,7 @@ def test_rules_match_in_some_model() -> None:
     """Until one is made that has all, other models are refused; a step may reach only a part of it."""
     rules = {"up.kernel$": PartitionSpec(None, "model"), "embedding$": PartitionSpec("model")}
     strategy = dj.ModelParallelStrategy([0, 1], model=2, rules=rules)
-    with pytest.raises(ValueError, match=r"match no variable of the model(?s:.*)'embedding\$'"):
+    with pytest.raises(ValueError, match=r"about no variable of the model(?s:.*)'embedding\$'"):
         strategy.create(lambda: Block(nnx.Rngs(0)))
     language = strategy.create(Language)
     assert strategy.run(lambda: language.embed(jnp.zeros(2, int)).shape) == (2, 64)

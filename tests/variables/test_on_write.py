@@ -77,6 +77,26 @@ def test_shapes_dtypes_and_kinds_are_checked(s2: dj.MirroredStrategy):
         dj.Variable(1.0, aggregation="most")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
+def test_bools_are_assigned_but_not_added(s2: dj.MirroredStrategy, synchronization: str):
+    """A sum of bools, and arithmetic with them, is refused in one line; an assignment keeps the dtype."""
+    when = dj.VariableSynchronization[synchronization]
+    with pytest.raises(ValueError, match=r"aggregation=SUM needs a numeric dtype; got bool"):
+        create(s2, False, synchronization=when, aggregation=Agg.SUM)
+    flag = create(s2, jnp.zeros(2, bool), synchronization=when, aggregation=Agg.ONLY_FIRST_REPLICA)
+    yes = jnp.ones(2, bool)
+    writes = [flag.assign_add, flag.assign_sub]
+    if synchronization == "ON_WRITE":
+        writes += [lambda rows: flag.scatter_mul(jnp.arange(2), rows)]
+    for write in writes:
+        for call in (lambda: write(yes), lambda: s2.run(write, args=(yes,))):  # noqa: B023
+            with pytest.raises(ValueError, match=r"dtype bool, for which .* is not defined"):
+                call()
+    s2.run(flag.assign, args=(yes,))
+    assert flag.numpy().tolist() == flag.assign(yes).numpy().tolist() == [True, True]
+    assert flag.numpy().dtype == bool
+
+
 @pytest.mark.parametrize("when", ["ON_WRITE", "ON_READ"])
 def test_a_copy_of_a_variable_copies_its_array(strategy: dj.Strategy, when: str):
     """A step that writes the copy donates only the array of the copy."""
