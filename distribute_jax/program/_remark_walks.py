@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._mesh import DATA
-from distribute_jax.collectives._markers import part_of_mean_p
+from distribute_jax.collectives._markers import part_of_mean_p, unreduced_p
 from distribute_jax.program._jaxprs import equations, line, names_axis, user_line
 from distribute_jax.program._replication import (
     MIRRORED,
@@ -186,6 +186,10 @@ class _Centered(_OfShares):
     """Rows from which a sum or mean of their share was subtracted."""
 
 
+class _MeanWeights(_OfShares):
+    """The cotangent of a mean over one replica's examples, and the rows computed from it."""
+
+
 class _Total(str):
     """The mark of a sum over one replica's examples: the number of elements."""
 
@@ -194,6 +198,7 @@ class _Total(str):
 
 _ROWS: Mark = frozenset({"rows of the batch"})
 _LINEAR = _KEEPS | {"dynamic_slice", "gather", "max", "part_of_mean", "rev", "slice", "split"}
+_SCATTER_ADDS = frozenset({"scatter-add", "scatter_add"})
 _NONLINEAR = frozenset({
     "abs", "exp", "exp2", "expm1", "integer_pow", "log", "log1p", "logistic", "pow", "rsqrt", "sqrt",
     "square", "tanh",
@@ -223,7 +228,10 @@ class _MeanWalk(_RemarkWalk):
         return frozenset({_Constant(float(value))}) if is_number else MIRRORED
 
     def after(self, eqn: Any, marks: Marks) -> Marks:
-        if eqn.primitive.name in RULES and not (_is_sum(eqn) or names_axis(eqn, DATA)):
+        if eqn.primitive is unreduced_p:
+            return marks
+        is_plain = _is_sum(eqn) or names_axis(eqn, DATA) or eqn.primitive.name in _SCATTER_ADDS
+        if eqn.primitive.name in RULES and not is_plain:
             return super().after(eqn, marks)
         return self.by_rule(_MeanWalk._plain, eqn, contents(marks)) or [MIRRORED] * len(eqn.outvars)
 
@@ -232,23 +240,44 @@ class _MeanWalk(_RemarkWalk):
         if _is_sum(eqn):
             return [_over_replicas(mark) for mark in marks]
         name, mark = eqn.primitive.name, union(marks)
+        if name == "integer_pow" and eqn.params["y"] == 1:  # in moments of optax
+            name = "copy"
         if not mark or names_axis(eqn, DATA):
             mark = MIRRORED
         elif mark & _ROWS:
             mark = self._of_rows(name, eqn, marks)
         else:
             numbers = [_number(*pair) for pair in zip(eqn.invars, marks, strict=True)]
-            known = None not in numbers
-            mark = _folded(name, numbers) if known else self._of_means(name, numbers, marks)
+            if None not in numbers:
+                mark = self._folded(name, numbers, eqn.outvars[0].aval.shape)
+            else:
+                mark = self._of_means(name, numbers, marks)
         return [self._in(var.aval, mark) for var in eqn.outvars]
 
     def _in(self, aval: Any, mark: Mark) -> Mark:
-        if mark & _ROWS:
+        if mark & _ROWS and not _weights(mark):
             return mark if aval.shape[:1] == (self._rows,) else MIRRORED
         return mark if jnp.issubdtype(aval.dtype, jnp.number) else MIRRORED
 
+    def _folded(self, name: str, numbers: Sequence[Any], shape: tuple[int, ...]) -> Mark:
+        """Returns the mark of what is computed from numbers: a divisor of ``jnp.var``, or a cotangent."""
+        if name in ("sub", "div") and (name == "sub" or numbers[1]):
+            left, right = numbers
+            return frozenset({_Constant(left - right if name == "sub" else left / right)})
+        if name not in _SHAPES:
+            return MIRRORED
+        size = prod(shape)
+        is_mean = self._rows > 1 and size > 1 and shape[0] % self._rows == 0
+        # With as many elements as examples of all replicas it may be the cotangent of a part of a mean.
+        if is_mean and isclose(numbers[0] * size, 1) and size != self._rows * self.axis_size:
+            return _ROWS | {_MeanWeights(self.at())}
+        return frozenset({_Constant(numbers[0])})
+
     def _of_rows(self, name: str, eqn: Any, marks: Marks) -> Mark:
         """Returns the mark of an operation on the rows of a share."""
+        if weights := _weights(union(marks)):
+            is_sum = any(_weights(m) and _sums_over_rows(eqn, k) for k, m in enumerate(marks))
+            return frozenset(ShareMean(word.at) for word in weights) if is_sum else _ROWS | weights
         if name == "sub" and marks[0] & _ROWS and _of_one_share(marks[1]):
             return marks[0] | {_Centered(self.at())}  # the mean of their squares is a variance
         shape, axes = eqn.invars[0].aval.shape, eqn.params.get("axes", ())
@@ -301,11 +330,19 @@ def _is_sum(eqn: Any) -> bool:
     )
 
 
-def _folded(name: str, numbers: Sequence[Any]) -> Mark:
-    """Returns the mark of what is computed from numbers, as the divisor of ``jnp.var`` is."""
-    if name in _SHAPES:
-        return frozenset({_Constant(numbers[0])})
-    return frozenset({_Constant(numbers[0] - numbers[1])}) if name == "sub" else MIRRORED
+def _weights(mark: Mark) -> frozenset[_MeanWeights]:
+    return frozenset(word for word in mark if isinstance(word, _MeanWeights))
+
+
+def _sums_over_rows(eqn: Any, operand: int) -> bool:
+    """True if an operation adds up the rows of an operand, as the gradient of a weight does."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        contracted, _ = params["dimension_numbers"]
+        return 0 in contracted[operand]
+    if name == "conv_general_dilated":  # that of a kernel exchanges batch and features
+        return bool(params["dimension_numbers"].out_spec[0] != 0)
+    return name in _SCATTER_ADDS or (name == "reduce_sum" and 0 in params["axes"])
 
 
 def _over_replicas(mark: Mark) -> Mark:

@@ -12,11 +12,11 @@ import numpy as np
 from flax import nnx
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import DATA, num_replicas
+from distribute_jax._mesh import DATA, is_local, num_replicas
 from distribute_jax._messages import is_key
 from distribute_jax._values import Layout, PerReplica, Share
 from distribute_jax.program._aggregation import MERGE_BY_TYPE, Combine, is_sum_of_old
-from distribute_jax.program._jaxprs import equations, line, names_axis, variables
+from distribute_jax.program._jaxprs import RANDOM, equations, line, names_axis, variables
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._remark_walks import (
     DRAWING,
@@ -93,6 +93,22 @@ _LOST = (
     "state.apply_gradients(grads=grads), is lost unless the step returns it: "
     "state = strategy.run(step, args=(state, batch))."
 )
+_SUM_OF_MEANS = (
+    "%s returned %s, the sum over the replicas of the mean that each took over its examples at %s: %s times "
+    "the mean over the batch. Write all_reduce('mean', ...), or all_reduce('sum', ...) of "
+    "dj.compute_average_loss(values) with one value for each example."
+)
+_NONLINEAR = (
+    "%s returned %s, which combines what each of the %s replicas computed at %s from its examples by more "
+    "than a sum, as a root, a ratio or a maximum, and so is not the value for the batch. Reduce first and "
+    "compute then, such as jnp.sqrt(all_reduce('mean', mean)), all_reduce('sum', total) / all_reduce('sum', "
+    "count), or all_gather(values).max()."
+)
+_SUM_OF_GRADIENTS = (
+    "%s updates %s by the sum over the replicas of gradients of the mean that each took over its examples at "
+    "%s: %s times those of one device. Take dj.compute_average_loss(losses) as the loss, or combine "
+    "gradients of a mean by all_reduce('mean', gradients); dj.Optimizer sums them."
+)
 
 
 class Notice(NamedTuple):
@@ -109,19 +125,6 @@ class Notice(NamedTuple):
         """Only the first of several notices with equal keys is logged."""
         about = self.about
         return self.text, about if isinstance(about, str) else id(about)
-
-
-_SUM_OF_MEANS = (
-    "%s returned %s, the sum over the replicas of the mean that each took over its examples at %s: %s times "
-    "the mean over the batch. Write all_reduce('mean', ...), or all_reduce('sum', ...) of "
-    "dj.compute_average_loss(values) with one value for each example."
-)
-_NONLINEAR = (
-    "%s returned %s, which combines what each of the %s replicas computed at %s from its examples by more "
-    "than a sum, as a root, a ratio or a maximum, and so is not the value for the batch. Reduce first and "
-    "compute then, such as jnp.sqrt(all_reduce('mean', mean)), all_reduce('sum', total) / all_reduce('sum', "
-    "count), or all_gather(values).max()."
-)
 
 
 def remarks(
@@ -149,7 +152,10 @@ def remarks(
     if options.check_sync:
         notices += _parts_in_state(call, traced, parts, combine)
     means = _means_of_shares(call, traced)
-    notices += _combined_means(call, traced, means[len(combine) :], new_state)
+    if not results_are_parts.get():  # ``fit`` compares results itself
+        notices += _combined_means(call, traced, means[len(combine) :], new_state)
+    if not _may_be_compared(call, traced, combine):
+        notices += _summed_gradients(call, traced, combine, means, new_state)
     shares = [_share(*marks) for marks in zip(parts.outputs, means, strict=True)]
     return tuple(notices), tuple(shares[len(combine) :])
 
@@ -158,7 +164,7 @@ def _means_of_shares(call: Call, traced: Traced) -> list[Mark]:
     data, outs = call.arguments.data, traced.jaxpr.jaxpr.outvars
     is_batch = [isinstance(x, PerReplica) and x.layout is Layout.JOINED for x in data]
     rows = {x.part_shape[0] for x, joined in zip(data, is_batch, strict=True) if joined}
-    if results_are_parts.get() or len(rows) != 1:  # ``fit`` compares results itself
+    if len(rows) != 1:
         return [MIRRORED] * len(outs)
     before, after = sum(traced.sizes[:2]), traced.sizes[3]
     inputs = [*[False] * before, *is_batch, *[False] * after]
@@ -176,6 +182,34 @@ def _combined_means(
                 yield Notice(_NONLINEAR, (step, result, replicas, word.at), word.at)
             elif isinstance(word, SumOfMeans):
                 yield Notice(_SUM_OF_MEANS, (step, result, word.at, replicas), word.at)
+
+
+def _may_be_compared(call: Call, traced: Traced, combine: Sequence[Combine]) -> bool:
+    """False for a step that ``verify="auto"`` leaves out: its state may differ from that of one device."""
+    names = {eqn.primitive.name for eqn in equations(traced.jaxpr.jaxpr)}
+    is_random = any(part in name for name in names for part in RANDOM)
+    return (
+        is_local(call.mesh) and not is_random and {Combine.MEAN, Combine.FIRST}.isdisjoint(combine)
+    )
+
+
+def _summed_gradients(
+    call: Call,
+    traced: Traced,
+    combine: Sequence[Combine],
+    marks: Sequence[Mark],
+    new_state: Collection[int],
+) -> Iterator[Notice]:
+    """Warns of state that is updated by sums of gradients of means."""
+    step, replicas = step_name(call.fn), str(num_replicas(call.mesh))
+    named = [
+        (name, mark)
+        for (_, name, *_), mark in zip(state_outputs(call, traced), marks, strict=False)
+    ]
+    named += [(traced.results.names[k], marks[len(combine) + k]) for k in sorted(new_state)]
+    for name, mark in named:
+        for word in sorted(word for word in mark if isinstance(word, SumOfMeans)):
+            yield Notice(_SUM_OF_GRADIENTS, (step, name, word.at, replicas), word.at)
 
 
 def _share(parts: frozenset[Part], means: Mark) -> Share:

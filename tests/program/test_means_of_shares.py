@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import distribute_jax as dj
 
@@ -146,3 +148,88 @@ def test_reduce_outside_of_the_step_says_the_same(
     value = s4.run(step, args=(batch(s4),))
     texts = logged(caplog, lambda: s4.reduce(op, value, axis=None))
     assert [text in one for one in texts] == ([True] if text else [])
+
+
+class Net(nnx.Module):
+    """Convolution, embedding and dropout, so that ``verify`` does not compare its steps."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(2, 3, rngs=rngs)
+        self.conv = nnx.Conv(1, 2, (2,), rngs=rngs)
+        self.linear = nnx.Linear(6, 1, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.embed((x[:, 0] > 0).astype(jnp.int32))
+        return self.linear(self.dropout(self.conv(x[..., None]).reshape(len(x), -1)))[:, 0]
+
+
+def mean(x: jax.Array) -> jax.Array:
+    return (x**2).mean()
+
+
+def trained(strategy: dj.Strategy, loss: Any, combine: Any, tx: Any) -> None:
+    """Runs one step; ``combine`` None leaves the sum to ``dj.Optimizer``."""
+    with strategy.scope():
+        net = Net()
+        optimizer = (
+            dj.Optimizer(net, tx) if combine is None else nnx.Optimizer(net, tx, wrt=nnx.Param)
+        )
+
+    def step(x: jax.Array) -> None:
+        gradients = nnx.grad(lambda net: loss(net(x)))(net)
+        optimizer.update(net, gradients if combine is None else combine(gradients))
+
+    strategy.run(step, args=(batch(strategy),))
+
+
+SUMMED: dict[str, tuple[Any, Any, Any]] = {
+    "by dj.Optimizer": (mean, None, optax.adam(0.1)),
+    "by all_reduce": (mean, lambda g: all_reduce("sum", g), optax.sgd(0.1)),
+    "clipped": (mean, None, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))),
+    "of several": (
+        lambda x: mean(x[:, None]) + jnp.abs(x).mean(),
+        None,
+        optax.sgd(0.1, momentum=0.9),
+    ),
+}
+WELL: dict[str, tuple[Any, Any, Any]] = {
+    "compute_average_loss": (lambda x: dj.compute_average_loss(x**2), None, optax.adam(0.1)),
+    "a mean by all_reduce": (mean, lambda g: all_reduce("mean", g), optax.sgd(0.1)),
+    "a part of a mean": (lambda x: mean(x) / REPLICAS, None, optax.sgd(0.1)),
+    "a sum": (lambda x: (x**2).sum() / len(X), None, optax.sgd(0.1)),
+    "divided gradients": (
+        mean, lambda g: jax.tree.map(lambda v: v / REPLICAS, all_reduce("sum", g)), optax.sgd(0.1),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*SUMMED, *WELL])
+def test_gradients_of_a_mean_that_are_summed_are_logged_where_the_step_is_not_compared(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, kind: str
+):
+    """The commonest port trains with gradients N times too large; with dropout nothing else shows it."""
+    texts = logged(caplog, lambda: trained(s4, *(SUMMED | WELL)[kind]))
+    [text] = [text for text in texts if "gradients of the mean" in text][:1] or [""]
+    assert ("4 times those of one device. Take dj.compute_average_loss" in text) == (kind in SUMMED)
+    assert ("at test_means_of_shares.py" in text) == (kind in SUMMED)
+
+
+def test_every_gradient_of_a_mean_is_recognised(
+    s2: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """Of a convolution, an embedding and biases: each is logged when it is summed outside of the step."""
+    monkeypatch.setattr("distribute_jax._errors._logged", set())
+    with s2.scope():
+        net = Net()
+
+    def step(x: jax.Array) -> Any:
+        return nnx.to_pure_dict(nnx.grad(lambda net: mean(net(x)))(net))
+
+    gradients = s2.run(step, args=(batch(s2),))
+    leaves = jax.tree.leaves(gradients, is_leaf=lambda x: isinstance(x, dj.PerReplica))
+    assert [value.share for value in leaves] == ["mean"] * 5
+    caplog.clear()
+    [text] = logged(caplog, lambda: s2.reduce("sum", gradients, axis=None))
+    assert "the sum is 2 times the mean over the batch" in text
