@@ -163,7 +163,7 @@ def check_context(method: str) -> None:
 def make_draft(directory: Directory, name: str, tree: Any, step: int | None, method: str) -> Draft:
     """Copies what this process writes of a tree to the host; afterwards the tree may change."""
     check_context(method)
-    _context.fetch_state(lambda: _wanted_state(tree))
+    _context.fetch_state(lambda: _wanted_state(tree, step))
     with step_lock:  # a step of another thread could donate arrays, or leave tracers
         slots = on_all(method, lambda: _readable_slots(tree, method))
         check_same_tree(slots, name, method)
@@ -174,11 +174,11 @@ def make_draft(directory: Directory, name: str, tree: Any, step: int | None, met
     return Draft(directory, name, step, token, [s.spec for s in slots], texts, pieces, origin)
 
 
-def _wanted_state(tree: Any) -> tuple[set[int], bool]:
-    """Returns the ids of the variables, and if there is an iterator, whose position is after all steps."""
+def _wanted_state(tree: Any, step: int | None) -> tuple[set[int], bool]:
+    """Returns the ids of the variables, and True with a number of steps or the position of an iterator."""
     slots, _ = slots_of(tree)
     variables = {slot.owner[0] for slot in slots if slot.owner}
-    return variables, any(slot.spec.kind == ITERATOR for slot in slots)
+    return variables, step is not None or any(slot.spec.kind == ITERATOR for slot in slots)
 
 
 def _readable_slots(tree: Any, method: str) -> list[Slot]:

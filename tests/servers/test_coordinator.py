@@ -1009,6 +1009,20 @@ def test_a_checkpoint_has_the_state_after_one_update_while_closures_go_on(tmp_pa
     assert [float(x[...]) for x in other] == [3, 3]
 
 
+def test_a_step_is_saved_with_all_functions_that_were_scheduled_before(tmp_path: Path) -> None:
+    """A loop that saves step i after it has scheduled i functions resumes without losing any."""
+    strategy, coordinator = of_servers(2)
+    model, step = scalar_step(strategy)
+    with dj.CheckpointManager(tmp_path) as manager:
+        for i in range(1, 4):
+            coordinator.schedule(step, args=(float(i),))
+            manager.save(i, {"model": model})
+    assert coordinator.stats.version == 3
+    for i, w in ((1, 0.5), (2, 1.25), (3, 2.125)):
+        manager.restore(i, {"model": model})
+        assert float(model.w[...]) == w
+
+
 def test_a_save_raises_the_error_only_of_closures_whose_state_it_saves(tmp_path: Path) -> None:
     """Of another strategy's, and of its servers, the users of that strategy learn."""
     strategy, coordinator = of_servers(1)
