@@ -22,6 +22,8 @@ from distribute_jax.checkpoint._manager import CheckpointManager
 from distribute_jax.checkpoint._save_load import check_context
 from distribute_jax.checkpoint._steps import save_last
 from distribute_jax.cluster_resolver._gce import metadata_server
+from distribute_jax.data import DistributedIterator
+from distribute_jax.data._dataset import at_position, position
 from distribute_jax.processes import Preemption
 from distribute_jax.processes._preemption import TERMINATED
 from distribute_jax.processes._status import report_step
@@ -148,7 +150,7 @@ class PreemptionCheckpointHandler:
         self._preemption: Preemption | None
         self._leave: Callable[[], object]
         self._watch(watcher)
-        report_step(self._run_calls)
+        self._note_step()
 
     @property
     def total_run_calls(self) -> int:
@@ -157,6 +159,8 @@ class PreemptionCheckpointHandler:
 
     def run(self, distributed_train_function: Callable[..., _R], *args: Any, **kwargs: Any) -> _R:
         """Calls a function that trains; before that, saves and exits if all processes agreed to.
+
+        A batch that the loop has taken after the last call is taken again by the restored iterator.
 
         Args:
             distributed_train_function: runs a step, or several.
@@ -171,7 +175,8 @@ class PreemptionCheckpointHandler:
         result = distributed_train_function(*args, **kwargs)
         self._timed += 1
         self._mean_seconds += (time.monotonic() - begin - self._mean_seconds) / self._timed
-        self._count()
+        self._run_calls += 1
+        self._note_step()
         return result
 
     def save_checkpoint_if_preempted(self, *args: Any, **kwargs: Any) -> None:
@@ -181,8 +186,9 @@ class PreemptionCheckpointHandler:
             *args: for ``save_fn``.
             **kwargs: for ``save_fn``.
         """
+        self._run_calls += 1
+        self._note_step()
         self._check(*args, **kwargs)
-        self._count()
 
     @contextlib.contextmanager
     def watch_preemption_scope(self) -> Iterator[None]:
@@ -190,9 +196,12 @@ class PreemptionCheckpointHandler:
         yield
         self.save_checkpoint_if_preempted()
 
-    def _count(self) -> None:
-        self._run_calls += 1
+    def _note_step(self) -> None:
+        """Notes the end of a step, and the batches taken by then: one taken for the next is not used yet."""
         report_step(self._run_calls)
+        values = self._tree.values() if isinstance(self._tree, dict) else ()
+        iterators = [value for value in values if isinstance(value, DistributedIterator)]
+        self._positions = [(iterator, position(iterator)) for iterator in iterators]
 
     def _check(self, *args: Any, **kwargs: Any) -> None:
         preemption = self._preemption
@@ -201,7 +210,10 @@ class PreemptionCheckpointHandler:
         if self._config.save_fn is not None:
             self._config.save_fn(*args, **kwargs)
         else:
-            save_last(self._manager, self._run_calls, self._tree)
+            with contextlib.ExitStack() as positions:
+                for iterator, earlier in self._positions:
+                    positions.enter_context(at_position(iterator, earlier))
+                save_last(self._manager, self._run_calls, self._tree)
         self._leave()
         self._preemption = None
         if preemption.by_sigterm:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from jax.sharding import Mesh
@@ -327,6 +328,24 @@ def observe(iterator: DistributedIterator, observer: Observer) -> None:
 def observed(iterator: DistributedIterator) -> Any:
     """Returns what the observer returned for the latest batch; None without one."""
     return next(iter(iterator._observed), None)
+
+
+def position(iterator: DistributedIterator) -> tuple[int, EpochProgress]:
+    """Returns the position in the data, of which ``state`` tells."""
+    return iterator._epoch, iterator._progress
+
+
+@contextmanager
+def at_position(
+    iterator: DistributedIterator, earlier: tuple[int, EpochProgress]
+) -> Iterator[None]:
+    """Makes ``state`` tell of an earlier position within the block."""
+    now = position(iterator)
+    iterator._epoch, iterator._progress = earlier
+    try:
+        yield
+    finally:
+        iterator._epoch, iterator._progress = now
 
 
 def is_infinite(dataset: DistributedDataset) -> bool:

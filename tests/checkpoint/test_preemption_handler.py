@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import distribute_jax as dj
@@ -118,6 +119,40 @@ def test_sigterm_in_a_block_of_steps_saves_at_its_end(tmp_path: Path):
     del counting
     gc.collect()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("way", ["inside", "before", "after"])
+def test_each_batch_counts_once_wherever_the_loop_takes_it(way: str, tmp_path: Path):
+    """Inside of ``run``, before it, or in a loop that asks after its step; stopped once."""
+    strategy = dj.MirroredStrategy([0, 1])
+    source = dj.data.from_arrays(np.arange(28.0, dtype=np.float32)).batch(4)
+    notice = threading.Event()
+
+    def train() -> float:
+        with strategy.scope():
+            total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
+        batches = iter(strategy.distribute_dataset(source))
+        tree, config = {"total": total, "data": batches}, TerminationConfig(notice.is_set)
+        handler = PreemptionCheckpointHandler(None, tree, tmp_path, config)
+        last = handler.total_run_calls + 4
+        step = lambda x: strategy.run(lambda x: total.assign_add(x.sum()), args=(x,))  # noqa: E731
+        while handler.total_run_calls < 7:
+            if handler.total_run_calls == last:
+                notice.set()
+                time.sleep(0.1)
+            if way == "inside":
+                handler.run(lambda: step(next(batches)))
+            elif way == "before":
+                handler.run(step, next(batches))
+            else:
+                step(next(batches))
+                handler.save_checkpoint_if_preempted()
+        return float(total.numpy())
+
+    with pytest.raises(SystemExit):
+        train()
+    notice.clear()
+    assert train() == sum(range(28))
 
 
 def test_missing_arguments_are_named(tmp_path: Path):
