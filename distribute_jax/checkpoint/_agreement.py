@@ -131,7 +131,7 @@ def check_shared(method: str, directory: Directory) -> None:
     job = current_job()
     if job.is_alone:
         return
-    name = by_chief(method, lambda: _write_probe(directory))
+    name = by_chief(method, lambda: write_probe(directory))
     try:
         found = await_file(directory, name, hashlib.sha256(b"").hexdigest())
         answers = all_values(method, [found is not None, str(directory)])
@@ -153,7 +153,7 @@ def check_shared(method: str, directory: Directory) -> None:
         )
 
 
-def _write_probe(directory: Directory) -> str:
+def write_probe(directory: Directory) -> str:
     name = f".{secrets.token_hex(8)}.shared"
     try:
         directory.write(name, b"")

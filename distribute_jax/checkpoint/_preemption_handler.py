@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 import jax
 
 from distribute_jax._checks import check_number
-from distribute_jax._errors import ArgumentError, MissingPackageError, ServiceError
+from distribute_jax._errors import ArgumentError, MissingPackageError
 from distribute_jax._supervision import GRACE_SECONDS, SAVED
 from distribute_jax.checkpoint._manager import CheckpointManager
-from distribute_jax.checkpoint._save_load import check_context
+from distribute_jax.checkpoint._save_load import check_can_save, check_context
 from distribute_jax.checkpoint._steps import save_last
 from distribute_jax.cluster_resolver._gce import metadata_server
 from distribute_jax.data import DistributedIterator
@@ -100,7 +100,9 @@ class PreemptionCheckpointHandler:
         termination_config: which notice means the end of a process, and what happens then.
 
     Raises:
-        ValueError: the directory is missing, or a manager was passed as what to save.
+        ValueError: the directory is missing, or a manager was passed as what to save; something in the tree
+            cannot be saved.
+        CheckpointFileError: the directory cannot be written.
 
     Example:
         >>> import distribute_jax as dj, tempfile
@@ -145,6 +147,8 @@ class PreemptionCheckpointHandler:
         if watcher is None and on_compute_engine:
             watcher = _maintenance_watcher()
         self._run_calls = self._manager.restore_latest(self._tree) or 0
+        if config.save_fn is None:
+            check_can_save(self._manager._directory, self._tree, "PreemptionCheckpointHandler")
         self._timed, self._mean_seconds = 0, 0.0
         self._is_last = not self._grace
         self._preemption: Preemption | None
@@ -268,17 +272,6 @@ def _maintenance_watcher() -> Callable[[], bool] | None:
     except MissingPackageError as error:
         _LOG.warning("Maintenance of this Compute Engine VM will not be noticed. %s", error)
         return None
-    has_warned = False
-
-    def will_be_stopped() -> bool:
-        nonlocal has_warned
-        try:
-            event = server.text("/instance/maintenance-event").strip()
-        except ServiceError as error:  # it may answer at the next poll
-            if not has_warned:
-                _LOG.warning("Maintenance of this VM is not noticed at present: %s", error)
-            has_warned = True
-            return False
-        return event == "TERMINATE_ON_HOST_MAINTENANCE"
-
-    return will_be_stopped
+    return lambda: (
+        server.text("/instance/maintenance-event").strip() == "TERMINATE_ON_HOST_MAINTENANCE"
+    )

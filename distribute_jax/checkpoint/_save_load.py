@@ -22,7 +22,14 @@ from distribute_jax._errors import (
     UnsupportedError,
 )
 from distribute_jax._messages import is_donated, listed
-from distribute_jax.checkpoint._agreement import all_values, by_chief, check_shared, on_all, write
+from distribute_jax.checkpoint._agreement import (
+    all_values,
+    by_chief,
+    check_shared,
+    on_all,
+    write,
+    write_probe,
+)
 from distribute_jax.checkpoint._leaves import ITERATOR, OTHER, Slot, is_in_place, slots_of
 from distribute_jax.checkpoint._manifest import Manifest, made_by
 from distribute_jax.checkpoint._read import (
@@ -179,6 +186,15 @@ def _wanted_state(tree: Any, step: int | None) -> tuple[set[int], bool]:
     slots, _ = slots_of(tree)
     variables = {slot.owner[0] for slot in slots if slot.owner}
     return variables, step is not None or any(slot.spec.kind == ITERATOR for slot in slots)
+
+
+def check_can_save(directory: Directory, tree: Any, method: str) -> None:
+    """Raises what a save would, for a program that saves before it exits and not earlier."""
+    for slot in _readable_slots(tree, method):
+        if slot.spec.kind == ITERATOR:
+            slot.current.state()  # raises if its source cannot seek
+    if current_job().is_alone:  # else tried when the newest step was looked for
+        directory.remove_file(write_probe(directory))
 
 
 def _readable_slots(tree: Any, method: str) -> list[Slot]:

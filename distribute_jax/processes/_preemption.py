@@ -15,6 +15,7 @@ from typing import Self
 
 import jax
 
+from distribute_jax._messages import error_text
 from distribute_jax.processes._job import Job, current_job
 from distribute_jax.processes._liveness import announce_failure
 from distribute_jax.processes._signals import exit_process, replace_sigterm, say
@@ -123,8 +124,16 @@ class Preemption:
                 exit_unsaved(self._job, message)
 
     def _watch(self, watcher: Callable[[], bool]) -> None:
+        has_warned = False
         while not self._ended.wait(_WATCHER_SECONDS):
-            if watcher():
+            try:
+                is_requested = watcher()
+            except Exception as error:  # it may answer at the next poll
+                if not has_warned:
+                    text = f"{type(error).__name__}: {error_text(error)}"
+                    _LOG.warning("A request to stop is not noticed at present: %s", text)
+                has_warned, is_requested = True, False
+            if is_requested:
                 self._request("termination_watcher_fn", self._watcher_grace)
                 return
 

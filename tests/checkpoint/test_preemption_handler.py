@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -164,6 +165,46 @@ def test_missing_arguments_are_named(tmp_path: Path):
         TerminationConfig(grace_period=-1)
 
 
+def test_what_cannot_be_saved_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Not when the process has no time left: a dataset, a source that cannot seek, a full disk."""
+    dataset = dj.OneDeviceStrategy("cpu:0").distribute_dataset([np.ones(2)])
+    with pytest.raises(dj.CheckpointError, match="DistributedDataset"):
+        PreemptionCheckpointHandler(None, {"data": dataset}, tmp_path)
+    with pytest.raises(dj.ArgumentError, match="source that can start at any batch"):
+        PreemptionCheckpointHandler(None, {"data": iter(dataset)}, tmp_path)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("distribute_jax.checkpoint._storage.DiskDirectory.write", full)
+    with pytest.raises(dj.CheckpointFileError, match=r"Nothing can be written.*No space left"):
+        PreemptionCheckpointHandler(None, {"step": 1}, tmp_path)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_watcher_that_fails_is_called_again(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """With one warning, and no traceback of a thread."""
+    answers = iter([OSError("no answer"), OSError("no answer"), True])
+
+    def watcher() -> bool:
+        answer = next(answers)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    def train() -> None:
+        config = TerminationConfig(watcher)
+        handler = PreemptionCheckpointHandler(None, {"step": 1}, tmp_path, config)
+        while True:
+            handler.run(time.sleep, 0.005)
+
+    with pytest.raises(SystemExit):
+        train()
+    assert caplog.text.count("is not noticed at present: OSError: no answer") == 1
+
+
 class MetadataServer(ThreadingHTTPServer):
     """The metadata server of a Compute Engine VM, on loopback."""
 
@@ -318,7 +359,7 @@ def test_a_metadata_server_that_fails_is_asked_again(
         counting.handler.run(counting.step)
     compute_engine.event = "TERMINATE_ON_HOST_MAINTENANCE"
     assert train_until_exit(counting) == (143, 1)
-    assert caplog.text.count("is not noticed at present") == 1
+    assert caplog.text.count("is not noticed at present: ServiceError") == 1
 
 
 def test_without_requests_a_warning_says_what_to_install(
