@@ -136,6 +136,16 @@ def test_a_resumed_epoch_has_the_shapes_of_an_uninterrupted_one(
     assert described(resumed) == whole[taken:]
 
 
+@pytest.mark.parametrize("partial", ["drop", "error"])
+def test_a_first_batch_that_more_replicas_cannot_divide_is_refused_on_restore(partial: str):
+    """As a new iterator refuses it; skipping every batch would be an empty epoch, or an endless one."""
+    iterator = iter(create(Fixed((12, 12, 12)), 4, partial))
+    next(iterator)
+    resumed = iter(create(Fixed((12, 12, 12)), 8, partial))
+    with pytest.raises(ArgumentError, match="The first batch of the restored epoch has 12 examples"):
+        resumed.restore(iterator.state())
+
+
 def test_an_iterator_can_be_restored_at_any_time():
     """Also after its end, and on the iterator that returned the state."""
     iterator = iter(create(shuffled()))
