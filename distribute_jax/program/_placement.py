@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import functools
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -216,7 +217,8 @@ class PlacedLeaf(NamedTuple):
 
 Path = tuple[Any, ...]
 """The keys from a model to one of its variables."""
-Model = Mapping[Path, Any]
+Model = Mapping[Path, Sequence[Any]]
+"""The variables of one path: several models may have equal ones."""
 
 
 @dataclass(frozen=True)
@@ -295,10 +297,12 @@ class Replicas:
     def rows(self, variables: Sequence[Any], paths: Sequence[Path]) -> list[PlacedLeaf]:
         """Returns the placement of each leaf.
 
-        Optimizer state is divided as its parameter: the one whose path is a suffix of its path.
+        Optimizer state is divided as its parameter: the one of its shape whose path is a suffix of its path.
         """
-        pairs = list(zip(variables, paths, strict=True))
-        model = {path: v for v, path in pairs if not isinstance(v, nnx.OptState)}
+        pairs, model = list(zip(variables, paths, strict=True)), defaultdict[Path, list[Any]](list)
+        for v, path in pairs:
+            if not isinstance(v, nnx.OptState):
+                model[path].append(v)
         return [
             self._row(path, v, leaf, model)
             for v, path in pairs
@@ -361,9 +365,8 @@ class Replicas:
             return whole, ""
         if isinstance(variable, nnx.OptState):
             path = next((path[i:] for i in range(len(path)) if path[i:] in model), ())
-            variable = model.get(path, variable)
-            leaves = jax.tree.leaves(variable.get_raw_value())
-            if not path or shape not in map(jnp.shape, leaves):
+            variable = next((v for v in model.get(path, ()) if _has_shape(v, shape)), None)
+            if variable is None:
                 return whole, ""
         try:
             return self.rules.axes(path_text(path), variable, shape)
@@ -372,7 +375,8 @@ class Replicas:
             if isinstance(variable, PlainArray) and any(
                 of[:1] != path[:1] and of[1:] == path[i:] and jnp.shape(v.get_raw_value()) != shape
                 for i in range(2, len(path))
-                for of, v in model.items()
+                for of, variables in model.items()
+                for v in variables
             ):
                 return whole, ""
             raise
@@ -467,6 +471,10 @@ def share_sharding(value: Any, mesh: Mesh) -> NamedSharding | None:
     axis = share_axis(mesh)
     dim = None if _is_key(value) else share_dim(jnp.shape(value), mesh.shape[axis])
     return None if dim is None else NamedSharding(mesh, share_spec(dim, axis))
+
+
+def _has_shape(variable: nnx.Variable[Any], shape: tuple[int, ...]) -> bool:
+    return shape in map(jnp.shape, jax.tree.leaves(variable.get_raw_value()))
 
 
 def _is_placed(leaf: Any, wanted: NamedSharding) -> bool:

@@ -93,6 +93,11 @@ class ModelMethods:
                 f"strategy.placement got {leaf_text(model)}, which is not a pytree of variables and arrays. "
                 "Pass the module, or (module, optimizer); of a dj.Model its module."
             )
+        if self._replicas.rules and all(isinstance(v, nnx.OptState) for v, _ in state):
+            raise ArgumentError(
+                "strategy.placement: by rules the state of an optimizer is divided as its parameters. Pass "
+                "both: strategy.placement((model, optimizer))."
+            )
         return self._replicas.rows(*zip(*state, strict=True))
 
     @final

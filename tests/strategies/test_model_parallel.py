@@ -122,6 +122,35 @@ def test_numbers_of_one_device(data: int, model: int, fully_sharded: bool) -> No
         assert momentum == spec
 
 
+def test_moments_of_two_models_with_equal_paths() -> None:
+    """The moments of each are divided as its parameters, of other shapes; without them, an error."""
+    strategy = dj.ModelParallelStrategy(
+        [0, 1], model=2, rules={"kernel": PartitionSpec(None, "model")}
+    )
+
+    def build() -> list[Any]:
+        models = [nnx.Linear(64, width, use_bias=False, rngs=nnx.Rngs(0)) for width in (64, 32)]
+        return [(m, nnx.Optimizer(m, optax.adam(0.1), wrt=nnx.Param)) for m in models]
+
+    pairs = build()
+    for row in strategy.placement(pairs):
+        assert (row.spec == PartitionSpec(None, "model")) == (len(row.shape) == 2), row
+
+    def step(x: jax.Array) -> None:
+        for model, optimizer in pairs:
+            loss = lambda model: dj.compute_average_loss(model(x).mean(1) ** 2)  # noqa: E731
+            grads = dj.get_replica_context().all_reduce("sum", nnx.grad(loss)(model))
+            optimizer.update(model, grads)
+
+    [batch] = strategy.distribute_dataset([np.ones((4, 64), np.float32)])
+    strategy.run(step, args=(batch,))
+    for _, optimizer in pairs:
+        moments = [leaf for leaf in jax.tree.leaves(nnx.state(optimizer)) if leaf.ndim == 2]
+        assert [leaf.sharding.spec for leaf in moments] == [PartitionSpec(None, "model")] * 2
+    with pytest.raises(ValueError, match=r"strategy.placement\(\(model, optimizer\)\)"):
+        strategy.placement(pairs[0][1])
+
+
 @pytest.mark.parametrize("each", [long(2), long("tpu")])
 def test_replicas_of_one_row_of_devices(each: Any) -> None:
     """Several replicas run on each row of devices, and a TPU's cores follow rules; numbers of one device."""
