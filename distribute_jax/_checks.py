@@ -208,7 +208,7 @@ def checked(function: _F) -> _F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        depth = _frames.depth()
+        depth = len(_frames.stack.frames)
         try:
             for position, name, types, exact in parameters:
                 value = args[position] if position < len(args) else kwargs.get(name, _OMITTED)

@@ -31,13 +31,13 @@ _state_holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def require_method(strategy: Any, method: str, *, starts_program: bool = False) -> None:
     """Raises if a cross-replica method of a strategy must not be called here."""
-    top = _frames.entered()  # read once: every call of run comes here
-    if top is not None and (top.replica is not None or top.strategy is not strategy):
+    frames = _frames.stack.frames  # every call of run comes here
+    if frames and (frames[-1].replica is not None or frames[-1].strategy is not strategy):
         require_cross_replica(method)
         require_unmixed(strategy)
     if _thread.refusal:
         require_loop_thread(method)
-    if not at_top_level() or in_tf_function():
+    if not at_top_level() or ("tensorflow" in sys.modules and in_tf_function()):
         if starts_program:
             require_outside_step(method)
         require_untraced(method)
@@ -171,7 +171,7 @@ def in_tf_function() -> bool:
 
 def require_untraced(method: str) -> None:
     """Raises under the user's own jit, grad, vmap or scan, or in a ``tf.function``."""
-    if in_tf_function():
+    if "tensorflow" in sys.modules and in_tf_function():
         raise ContextError(
             f"{method} was called inside a tf.function. Leave @tf.function out: strategy.run compiles the "
             "step, and a loop over batches is plain Python."

@@ -29,7 +29,7 @@ class _Stack(threading.local):
         self.frames: list[Frame] = []
 
 
-_stack = _Stack()
+stack = _Stack()
 _default: list[Callable[[], Frame]] = []
 
 
@@ -40,7 +40,7 @@ def set_default(make: Callable[[], Frame]) -> None:
 
 def entered() -> Frame | None:
     """Returns the innermost frame of this thread, or None."""
-    return _stack.frames[-1] if _stack.frames else None
+    return stack.frames[-1] if stack.frames else None
 
 
 def default() -> Frame:
@@ -50,17 +50,16 @@ def default() -> Frame:
 
 def current() -> Frame:
     """Returns the innermost frame of this thread, or the default one."""
-    return _stack.frames[-1] if _stack.frames else default()
+    return stack.frames[-1] if stack.frames else default()
 
 
 def in_replica_context() -> bool:
     """True inside ``run``, as one replica."""
-    top = entered()
-    return top is not None and top.replica is not None
+    return bool(stack.frames) and stack.frames[-1].replica is not None
 
 
 def push(frame: Frame) -> None:
-    _stack.frames.append(frame)
+    stack.frames.append(frame)
 
 
 def pop(frame: Frame) -> None:
@@ -70,17 +69,17 @@ def pop(frame: Frame) -> None:
             "A strategy scope was left in the wrong order: another scope that was entered later is "
             "still open. Leave the inner one first, or nest the `with` statements."
         )
-    leave_to(len(_stack.frames) - 1)
+    leave_to(len(stack.frames) - 1)
 
 
 def depth() -> int:
-    return len(_stack.frames)
+    return len(stack.frames)
 
 
 def leave_to(depth: int) -> None:
     """Leaves frames until ``depth`` are left, such as scopes that an interrupt has left open."""
-    while len(_stack.frames) > depth:
-        _stack.frames.pop().leave()
+    while len(stack.frames) > depth:
+        stack.frames.pop().leave()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ new version moves it.
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread  # registers its exit handler, which must run after those of before_exit
+import concurrent.futures.thread  # noqa: F401  registers its exit handler, to run after those of before_exit
 import functools
 import importlib
 import itertools
@@ -19,7 +19,6 @@ from operator import attrgetter
 from typing import Any
 
 import jax
-import jax.extend.core as jex_core
 from flax import nnx
 from flax.nnx import tracers
 
@@ -61,12 +60,15 @@ def metadata_entries(variables: Iterable[nnx.Variable[Any]]) -> int:
 
 
 def at_top_level() -> bool:
-    """True if no JAX transformation is being traced on this thread."""
-    return bool(jex_core.get_opaque_trace_state(convention="nnx") == _TOP_LEVEL)
+    """True if no JAX transformation is being traced on this thread.
+
+    The public way makes two objects to compare, which every call of ``run`` would wait for.
+    """
+    return _trace.value is _TOP_LEVEL
 
 
-with concurrent.futures.ThreadPoolExecutor(1) as _other:  # this thread may be tracing a step
-    _TOP_LEVEL = _other.submit(jex_core.get_opaque_trace_state, convention="nnx").result()
+_core: Any = importlib.import_module("jax._src.core")
+_trace, _TOP_LEVEL = _core.trace_state_strong_ref, _core.eval_trace
 
 
 @contextmanager

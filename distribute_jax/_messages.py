@@ -197,6 +197,9 @@ PyTree: TypeAlias = Any
 KeyPath: TypeAlias = tuple[Any, ...]
 """The path of a leaf in a tree, as in ``jax.tree_util``."""
 
+flatten = jax.tree_util.default_registry.flatten
+"""``jax.tree.flatten`` in C, for each step and batch: takes a tree and None, or what decides about leaves."""
+
 StepFunction: TypeAlias = Callable[..., Any]
 """A function written for one replica."""
 

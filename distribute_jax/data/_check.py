@@ -17,6 +17,7 @@ from distribute_jax._messages import (
     check_int_range,
     devices_hold,
     error_text,
+    flatten,
     is_array,
     is_donated,
     leaf_text,
@@ -184,13 +185,13 @@ class BatchSignature:
         if not self._plain:
             return None
         try:
-            leaves, structure = jax.tree.flatten(batch)
+            leaves, structure = flatten(batch, None)
         except ValueError:  # keys that cannot be sorted
             return None
         same = structure == self._structure and _ARRAYS.issuperset(map(type, leaves))
         if not same or list(map(_dtype_and_ndim, leaves)) != self._plain:
             return None
-        if any(_is_too_large(leaves[i]) for i in self._wide):
+        if self._wide and any(_is_too_large(leaves[i]) for i in self._wide):
             return None
         sizes = set(map(len, leaves))
         return sizes.pop() if len(sizes) == 1 else None

@@ -20,7 +20,7 @@ from distribute_jax.data._element import HostElement
 from distribute_jax.data._feed import Feed, State
 from distribute_jax.data._prefetch import InputStallMonitor, Prefetcher
 from distribute_jax.data._split import EpochProgress
-from distribute_jax.processes import doing
+from distribute_jax.processes import calling
 
 Observer: TypeAlias = Callable[[PyTree], Any]
 """Computes something from a batch while it is on the host."""
@@ -301,8 +301,7 @@ class DistributedIterator(Iterator[Any]):
         with self._lock:
             if self._loop is not None and is_between_steps():
                 self._loop.between_steps()
-            with doing("waiting for the next batch"):
-                entry = next(self._elements, None)
+            entry = calling(next, self._elements, None, phase="waiting for the next batch")
             if entry is None:
                 return ()
             element, placed, self._observed = entry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +19,14 @@ from distribute_jax._mesh import (
     outside_mesh,
     split_sharding,
 )
-from distribute_jax._messages import PyTree, is_key
+from distribute_jax._messages import PyTree, flatten, is_key
 from distribute_jax._padding import padded_rows
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.data._check import device_dtype, dtype_on_device
 from distribute_jax.data._split import EpochProgress
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class HostElement:
     """A checked batch on the host, and how its rows are divided over the replicas of this process."""
 
@@ -48,16 +49,16 @@ class HostElement:
         rows = None if set(self.counts) == {share} else padded_rows(self.counts, share)
         all_counts = self.all_counts or self.counts
         counts = None if set(all_counts) == {share} else tuple(all_counts)
-        leaves, treedef = jax.tree.flatten(self.batch)
+        leaves, treedef = flatten(self.batch, None)
         # Inside scope() the mesh context would refuse any computation on one device.
         with outside_mesh():
             if _one_transfer_is_faster(leaves, mesh):
                 transfer = _transfer_program(split_sharding(mesh))
-                arrays = transfer(*(_copied_rows(leaf, rows) for leaf in leaves))
+                arrays = transfer(*[_copied_rows(leaf, rows) for leaf in leaves])
             else:
                 arrays = [_transferred(leaf, rows, share, mesh) for leaf in leaves]
         values = [PerReplica(a, mesh, layout=Layout.JOINED, counts=counts) for a in arrays]
-        return jax.tree.unflatten(treedef, values)
+        return treedef.unflatten(values)
 
     @property
     def spec(self) -> PyTree:
@@ -79,10 +80,13 @@ def _one_transfer_is_faster(leaves: list[Any], mesh: Mesh) -> bool:
         mesh.size == 1
         and is_local(mesh)
         and {np.ndarray}.issuperset(map(type, leaves))
-        and sum(leaf.nbytes for leaf in leaves) < _MAX_CALL_BOUND_BYTES
+        and sum(map(_read_nbytes, leaves)) < _MAX_CALL_BOUND_BYTES
         # The first two modes check the results of compiled calls, and data may contain NaNs.
         and not (config.jax_debug_nans or config.jax_debug_infs or config.jax_disable_jit)
     )
+
+
+_read_nbytes = operator.attrgetter("nbytes")
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from distribute_jax._errors import ArgumentError, warn_user
 from distribute_jax.data._options import HINT_REFUSED, AutoShardPolicy, InputOptions, PartialPolicy
@@ -75,8 +75,7 @@ def _runs(sizes: Sequence[int], n: int | None = None) -> list[range]:
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-@dataclass(frozen=True)
-class EpochProgress:
+class EpochProgress(NamedTuple):
     """The position in an epoch, and the batch sizes so far, which determine the size of a full batch."""
 
     batches: int = 0

@@ -18,7 +18,14 @@ from distribute_jax._checks import is_function
 from distribute_jax._errors import ArgumentError
 from distribute_jax._jax_private import ARRAY, trace_settings
 from distribute_jax._mesh import sharding_over
-from distribute_jax._messages import check_int_range, devices_hold, leaf_text, listed, path_text
+from distribute_jax._messages import (
+    check_int_range,
+    devices_hold,
+    flatten,
+    leaf_text,
+    listed,
+    path_text,
+)
 from distribute_jax._padding import rows_to_joined, uneven_to_joined, with_all_rows, with_rows
 from distribute_jax._values import Layout, PerReplica, UnevenPerReplica
 
@@ -181,7 +188,7 @@ class RepeatedArguments:
 
     def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """Returns the arrays of a call that has the same signature; None for any other call."""
-        leaves, treedef = _flatten((args, kwargs), None)
+        leaves, treedef = flatten((args, kwargs), None)
         if (
             treedef != self._treedef
             or not self._array_types.issuperset(map(type, leaves))
@@ -196,7 +203,6 @@ class RepeatedArguments:
         return leaves
 
 
-_flatten = jax.tree_util.default_registry.flatten
 _aval = operator.attrgetter("aval")
 _aval_type = operator.attrgetter("shape", "dtype", "weak_type")
 

@@ -104,9 +104,11 @@ class Binding:
         roots = pick(values) if pick is not None else [values[i] for i in self._compared]
         if list(map(id, roots)) != self._root_ids or not self.alive:
             return False
-        if not self.guard.is_unchanged_in_place():
-            return False
         if self.arrays and self._array_types(values) != self._types:
+            return False
+        if self.guard.is_empty:
+            return True
+        if not self.guard.is_unchanged_in_place():
             return False
         guarded = self.guard.read()
         if len(guarded) != len(self._guarded):

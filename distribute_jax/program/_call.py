@@ -68,6 +68,8 @@ class BoundProgram:
         self.skip_counts = [v for v in self.outputs if isinstance(v, StepCounts)]
         self.sources = [binding.arrays[i] for i in program.arrays]
         self.state_size = sum(program.traced.written_sizes)
+        self.is_pure = not (self.inputs or program.donated or program.has_token)
+        """True if there is nothing to donate, to store, or to lose by an interrupt."""
         starts = program.traced.input_starts
         self._num_written_inputs = sum(starts[i + 1] - starts[i] for i in program.written)
         self._num_state_inputs = 0
@@ -103,6 +105,8 @@ class BoundProgram:
 
     def flat_state(self, values: Sequence[Any], data: list[Any], batches: int) -> list[Any]:
         """Returns state and captured arrays, and then the data, some of which are ``batches``."""
+        if self.is_pure and not self.sources:
+            return data
         flat = read_raw(self.inputs)
         if not self.program.simple:
             flat = jax.tree.leaves(flat)
@@ -120,6 +124,15 @@ class BoundProgram:
         self.inputs, self.outputs, self.sources, self.skip_counts = [], [], [], []
         self.last_state, self._read_only_state = [], []
         self._token, self._pending_outputs = None, []
+
+    def execute_pure(self, flat: list[Any]) -> list[Any]:
+        """Runs a pure program."""
+        if self._runs_on_deleted and not _all_alive(flat):
+            self.check_readable(flat)
+        try:
+            return self.program.compiled(*flat)
+        except Exception as error:
+            return self._retry(self.program.compiled, flat, error)
 
     def execute(
         self, flat: list[Any], compiled: Callable[..., list[Any]] | None = None

@@ -365,9 +365,9 @@ class Replicas:
             return whole, ""
         if isinstance(variable, nnx.OptState):
             path = next((path[i:] for i in range(len(path)) if path[i:] in model), ())
-            variable = next((v for v in model.get(path, ()) if _has_shape(v, shape)), None)
-            if variable is None:
+            if not (parameters := [v for v in model.get(path, ()) if _has_shape(v, shape)]):
                 return whole, ""
+            variable = parameters[0]
         try:
             return self.rules.axes(path_text(path), variable, shape)
         except ArgumentError:

@@ -180,6 +180,7 @@ class IdentityGuard:
         self._getters, self._keys = list(self._items.values()), [key for _, key in self._items]
         self._sizes = list(map(len, self._tables))
         self._metadata = metadata_entries(self._variables)
+        self.is_empty = not any(v for name, v in vars(self).items() if name != "is_empty")
 
     def read(self) -> list[Any]:
         """Returns every guarded object that is there now."""

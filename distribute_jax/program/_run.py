@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from distribute_jax._errors import ArgumentError, StepsSkippedError
 from distribute_jax._mesh import explicit_transfers, is_local
 from distribute_jax._messages import StepFunction
 from distribute_jax._values import PerReplica
-from distribute_jax.processes import calling, stepped
+from distribute_jax.processes import activity, calling, stepped
 from distribute_jax.program._across_processes import note_call, note_outputs
 from distribute_jax.program._ahead_of_time import StepPlan
 from distribute_jax.program._arguments import Arguments, check_call, flatten_arguments, full_batch
@@ -30,6 +31,7 @@ from distribute_jax.program._options import (
     RunOptions,
     are_of_library,
     checked_run_options,
+    default_run_options,
 )
 from distribute_jax.program._padding_check import (
     is_proved,
@@ -63,6 +65,7 @@ class Runner:
     def __init__(self, strategy: Any, replicas: Replicas, steps_in_flight: int | None) -> None:
         self._replicas, self._mesh = replicas, replicas.mesh
         self._is_local = is_local(self._mesh)
+        self._activity = activity()
         divided = replicas.state_mesh if replicas.divides_arguments else None
         self._flatten_arguments = functools.partial(flatten_arguments, divided=divided)
         self.cache = ProgramCache(
@@ -82,8 +85,9 @@ class Runner:
         """Runs a step once on each replica."""
         if type(args) is not tuple or kwargs is not None:
             check_call(args, kwargs)
-        options = checked_run_options(options)
-        fn = unwrap_jit(fn)
+        options = default_run_options() if options is None else checked_run_options(options)
+        if type(fn) is not FunctionType:
+            fn = unwrap_jit(fn)
         args, kwargs = tuple(args), kwargs or {}
         with step_lock:
             captured = captures(fn)
@@ -177,6 +181,9 @@ class Runner:
         return self._launch(entry, flat)
 
     def _launch(self, entry: BoundProgram, flat: list[Any]) -> Any:
+        is_free = entry.is_pure and self.steps_in_flight is None and self._is_local
+        if is_free and not self._activity.watched:  # nothing to wait for, to store or to report
+            return entry.wrap(entry.execute_pure(flat))
         self._wait(flat)
         return entry.wrap(self._advance(entry, entry.execute, flat))
 

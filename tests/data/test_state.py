@@ -142,7 +142,9 @@ def test_a_first_batch_that_more_replicas_cannot_divide_is_refused_on_restore(pa
     iterator = iter(create(Fixed((12, 12, 12)), 4, partial))
     next(iterator)
     resumed = iter(create(Fixed((12, 12, 12)), 8, partial))
-    with pytest.raises(ArgumentError, match="The first batch of the restored epoch has 12 examples"):
+    with pytest.raises(
+        ArgumentError, match="The first batch of the restored epoch has 12 examples"
+    ):
         resumed.restore(iterator.state())
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from distribute_jax._absent import getattr_with_hints
 from distribute_jax._checks import check_int, check_optional, takes
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
-from distribute_jax._messages import PyTree, is_key
+from distribute_jax._messages import PyTree, flatten, is_key
 from distribute_jax.data.sources._base import Source, on_host, unbatched
 from distribute_jax.data.sources._files import SEED, apply_function, check_rows, stack_examples
 
@@ -176,7 +176,8 @@ class ArrayDataset:
 
     def _rows(self, start: int, stop: int) -> PyTree:
         rows = self._order.take(start, stop)
-        return jax.tree.map(lambda leaf: leaf[rows], self._tree)
+        leaves, treedef = flatten(self._tree, None)
+        return treedef.unflatten([leaf[rows] for leaf in leaves])
 
 
 class ArraySource(Source):
