@@ -279,16 +279,10 @@ def _local_shards(array: jax.Array, mesh: Mesh) -> list[tuple[int, jax.Array]]:
     ]
 
 
-def _flatten(value: PerReplica) -> tuple[tuple[Any], tuple[Any, ...]]:
-    return (value.global_array,), (value.mesh, value.layout, value.counts, value.ambiguous)
-
-
-def _unflatten(aux: tuple[Any, ...], children: tuple[Any]) -> PerReplica:
-    mesh, layout, counts, ambiguous = aux
-    return PerReplica(children[0], mesh, layout=layout, counts=counts, ambiguous=ambiguous)
-
-
-jax.tree_util.register_pytree_node(PerReplica, _flatten, _unflatten)
+# Copies made by tree functions forget the step. This way JAX reads the attributes in C.
+jax.tree_util.register_dataclass(
+    PerReplica, ["global_array"], ["mesh", "layout", "counts", "ambiguous"]
+)
 jax.tree_util.register_pytree_node(
     UnevenPerReplica,
     lambda value: (value.parts, value.mesh),
