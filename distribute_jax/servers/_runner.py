@@ -7,7 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -220,6 +220,9 @@ class RemoteValue(NotAnArray):
         if isinstance(value, PerReplica):
             return tuple(map(_as_numpy, value.values))
         return _as_numpy(value)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"RemoteValue has no {name!r}. {self._conversion_error(None)}")
 
     def _conversion_error(self, caller: str | None) -> Exception:
         return ArgumentTypeError(

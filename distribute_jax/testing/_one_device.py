@@ -112,14 +112,14 @@ def simulate(n: int) -> None:
         n: the number of devices, at least 1.
 
     Raises:
-        ValueError: n is not a positive int.
+        ValueError: n is not an int from 1 to 65535.
         RuntimeError: JAX has already started with other devices; the message says what to do.
 
     Example:
         >>> import distribute_jax as dj
         >>> dj.simulate(8)  # doctest: +SKIP
     """
-    n = check_int("n", n)
+    n = check_int("n", n, below=1 << 16)
     os.environ["NPROC"] = pool_threads(n, os.environ)
     try:
         jax.config.update("jax_num_cpu_devices", n)

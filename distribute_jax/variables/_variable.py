@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax import _frames
-from distribute_jax._checks import converting
+from distribute_jax._checks import converting, is_function
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, ContextError
 from distribute_jax._frames import in_replica_context
 from distribute_jax._jax_private import at_top_level, uncommitted
@@ -60,8 +60,8 @@ class Variable(nnx.Variable[Any]):
       with 0.
 
     Args:
-        value: the initial value, a number or an array (global view); also as ``initial_value=``, as in
-            TensorFlow.
+        value: the initial value, a number or an array (global view), or a function that returns it; also
+            as ``initial_value=``, as in TensorFlow.
         trainable: whether optimizers should train it; None means True for ON_WRITE, False for
             ON_READ. Kept as metadata, for filters.
         synchronization: when replicas are combined.
@@ -101,6 +101,7 @@ class Variable(nnx.Variable[Any]):
                 "dj.Variable takes one initial value: dj.Variable(0.0) or dj.Variable(initial_value=0.0)."
             )
         value = initial_value if value is _MISSING else value
+        value = value() if is_function(value) else value
         if isinstance(value, DistributedValues):
             raise per_replica_error(name)
         array = initial_array(value, name)

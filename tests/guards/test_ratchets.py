@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_324,
-    lines_of_tests: 50_720,
+    lines: 51_328,
+    lines_of_tests: 50_722,
     files: 205,
     pieces: 0,
     private_words: 0,

@@ -586,6 +586,8 @@ def test_a_remote_value_that_is_used_like_an_array_says_how_to_fetch_it() -> Non
         with pytest.raises(TypeError, match=r"distribute_jax\.coordinator\.RemoteValue"):
             function(value)
     assert f"{value}" == str(value)
+    with pytest.raises(AttributeError, match=r"no 'numpy'\. .*coordinator\.fetch\(value\)"):
+        value.numpy()
 
 
 def test_schedule_refuses_invalid_arguments() -> None:

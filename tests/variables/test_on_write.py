@@ -379,9 +379,9 @@ def weights(model: nnx.Linear) -> list[jax.Array]:
 
 
 def test_a_variable_takes_the_arguments_of_tensorflow():
-    """``initial_value`` and ``dtype``; ``bool`` is that of the value."""
+    """``initial_value``, also a function, and ``dtype``; ``bool`` is that of the value."""
     assert [bool(dj.Variable(value)) for value in (True, 0)] == [True, False]
-    v = dj.Variable(initial_value=0, name="n", dtype=jnp.float32)
+    v = dj.Variable(initial_value=lambda: 0, name="n", dtype=jnp.float32)
     assert (v.read_value().dtype, float(v.numpy())) == (jnp.float32, 0.0)
     for wrong in (dj.Variable, lambda: dj.Variable(1, initial_value=2)):
         with pytest.raises(TypeError, match=r"takes one initial value: .*initial_value=0\.0"):
