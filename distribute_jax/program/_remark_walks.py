@@ -196,6 +196,12 @@ class _Total(str):
     __slots__ = ()
 
 
+class _Merged(str):
+    """The mark of rows that a reshape merged with other dims: the length of dim 0."""
+
+    __slots__ = ()
+
+
 _ROWS: Mark = frozenset({"rows of the batch"})
 _LINEAR = _KEEPS | {"dynamic_slice", "gather", "max", "part_of_mean", "rev", "slice", "split"}
 _SCATTER_ADDS = frozenset({"scatter-add", "scatter_add"})
@@ -256,20 +262,27 @@ class _MeanWalk(_RemarkWalk):
 
     def _in(self, aval: Any, mark: Mark) -> Mark:
         if mark & _ROWS and not _weights(mark):
-            return mark if aval.shape[:1] == (self._rows,) else MIRRORED
+            return mark if self._has_rows(aval.shape, mark) else MIRRORED
         return mark if jnp.issubdtype(aval.dtype, jnp.number) else MIRRORED
+
+    def _has_rows(self, shape: tuple[int, ...], mark: Mark) -> bool:
+        """True if dim 0 of an array with the mark of rows is that of the rows."""
+        merged = (int(word) for word in mark if isinstance(word, _Merged))
+        return shape[:1] == (self._rows,) or (shape[0] if shape else 0) in merged
 
     def _folded(self, name: str, numbers: Sequence[Any], shape: tuple[int, ...]) -> Mark:
         """Returns the mark of what is computed from numbers: a divisor of ``jnp.var``, or a cotangent."""
         if name in ("sub", "div") and (name == "sub" or numbers[1]):
             left, right = numbers
             return frozenset({_Constant(left - right if name == "sub" else left / right)})
+        if name == "neg":
+            return frozenset({_Constant(-numbers[0])})
         if name not in _SHAPES:
             return MIRRORED
         size = prod(shape)
         is_mean = self._rows > 1 and size > 1 and shape[0] % self._rows == 0
         # With as many elements as examples of all replicas it may be the cotangent of a part of a mean.
-        if is_mean and isclose(numbers[0] * size, 1) and size != self._rows * self.axis_size:
+        if is_mean and isclose(abs(numbers[0]) * size, 1) and size != self._rows * self.axis_size:
             return _ROWS | {_MeanWeights(self.at())}
         return frozenset({_Constant(numbers[0])})
 
@@ -281,7 +294,7 @@ class _MeanWalk(_RemarkWalk):
         if name == "sub" and marks[0] & _ROWS and _of_one_share(marks[1]):
             return marks[0] | {_Centered(self.at())}  # the mean of their squares is a variance
         shape, axes = eqn.invars[0].aval.shape, eqn.params.get("axes", ())
-        if marks[0] & _ROWS and shape[:1] == (self._rows,):
+        if marks[0] & _ROWS and self._has_rows(shape, marks[0]):
             centered = frozenset(NonlinearShare(w.at) for w in marks[0] if isinstance(w, _Centered))
             if name == "reduce_sum" and 0 in axes:
                 return centered or frozenset({_Total(prod(shape[axis] for axis in axes))})
@@ -290,7 +303,10 @@ class _MeanWalk(_RemarkWalk):
             if is_sort or (name in _OVER_ROWS and 0 in axes):
                 return frozenset({NonlinearShare(self.at())})
         is_square = name in _SQUARES and eqn.invars[0] is eqn.invars[-1]
-        return marks[0] if is_square else _ROWS
+        merged = frozenset(word for word in union(marks) if isinstance(word, _Merged))
+        if name == "reshape" and (length := eqn.outvars[0].aval.shape[:1]):
+            merged |= {_Merged(length[0])} if length[0] % self._rows == 0 else MIRRORED
+        return (marks[0] if is_square else _ROWS) | merged
 
     def _of_means(self, name: str, numbers: Sequence[float | None], marks: Marks) -> Mark:
         """Returns the mark of an operation on sums and means."""

@@ -34,6 +34,7 @@ SUMS: dict[str, Callable[[jax.Array], Any]] = {
     "a mean": lambda x: all_reduce("sum", x.mean()),
     "half of it, in a dict": lambda x: {"loss": 0.5 * all_reduce("sum", x[:, 0].mean()) + 1.0},
     "by the rows of a share": lambda x: all_reduce("sum", x[:, 0].sum() / x.shape[0]),
+    "of reshaped rows": lambda x: all_reduce("sum", x.reshape(-1).mean()),
     "of each column": lambda x: all_reduce("sum", x.mean(0)),
     "in a scan": lambda x: jax.lax.scan(lambda c, _: (c, all_reduce("sum", x.mean())), 0, None, 2),
     "by a ring": lambda x: all_reduce("sum", x.mean(), RING),
@@ -63,6 +64,7 @@ RIGHT: dict[str, Callable[[jax.Array], Any]] = {
     "by as many as elements of a share": lambda x: all_reduce(
         "sum", jnp.tile(x[:, :1], 4).sum() / 16
     ),
+    "reshaped rows by the elements of all": lambda x: all_reduce("sum", x.ravel().sum() / X.size),
     "a loss": lambda x: all_reduce("sum", dj.compute_average_loss(x[:, 0])),
     "a count in a loop": lambda x: jax.lax.fori_loop(
         0, 2, lambda i, c: c - all_reduce("sum", x.sum()) / c, 4.0
@@ -186,6 +188,7 @@ def trained(strategy: dj.Strategy, loss: Any, combine: Any, tx: Any) -> None:
 
 SUMMED: dict[str, tuple[Any, Any, Any]] = {
     "by dj.Optimizer": (mean, None, optax.adam(0.1)),
+    "of a negated mean": (lambda x: -(-(x**2)).mean(), None, optax.adam(0.1)),
     "by all_reduce": (mean, lambda g: all_reduce("sum", g), optax.sgd(0.1)),
     "clipped": (mean, None, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))),
     "of several": (
