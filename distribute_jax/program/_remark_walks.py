@@ -280,7 +280,8 @@ class _MeanWalk(_RemarkWalk):
         if name not in _SHAPES:
             return MIRRORED
         size = prod(shape)
-        is_mean = self._rows > 1 and size > 1 and shape[0] % self._rows == 0
+        # Of two elements it may be the half in a derivative, as that of a square root.
+        is_mean = self._rows > 1 and size > 2 and shape[0] % self._rows == 0
         # With as many elements as examples of all replicas it may be the cotangent of a part of a mean.
         if is_mean and isclose(abs(numbers[0]) * size, 1) and size != self._rows * self.axis_size:
             return _ROWS | {_MeanWeights(self.at())}

@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_344,
+    lines: 51_345,
     lines_of_tests: 50_725,
     files: 205,
     pieces: 0,
