@@ -48,9 +48,16 @@ class ScaledPart(Part):
 
 
 class _Constant(str):
-    """The mark of an array whose elements are all this number."""
+    """The mark of an array whose elements are all one number, and by what that was divided."""
 
-    __slots__ = ()
+    __slots__ = ("divisors", "number")
+    number: float
+    divisors: tuple[float, ...]
+
+    def __new__(cls, number: float, divisors: Sequence[float] = ()) -> Self:
+        word = super().__new__(cls, f"{number}, divided by {divisors}")
+        word.number, word.divisors = number, tuple(divisors)
+        return word
 
 
 @dataclass(frozen=True)
@@ -150,7 +157,7 @@ def _number(atom: Any, mark: Mark) -> float | None:
     if isinstance(atom, jex_core.Literal) and np.isrealobj(atom.val):
         return float(atom.val) if np.ndim(atom.val) == 0 else None
     if len(mark) == 1 and isinstance(word := next(iter(mark)), _Constant):
-        return float(word)
+        return word.number
     return None
 
 
@@ -255,7 +262,8 @@ class _MeanWalk(_RemarkWalk):
         else:
             numbers = [_number(*pair) for pair in zip(eqn.invars, marks, strict=True)]
             if None not in numbers:
-                mark = self._folded(name, numbers, eqn.outvars[0].aval.shape)
+                divisors = [d for w in mark if isinstance(w, _Constant) for d in w.divisors]
+                mark = self._folded(name, numbers, divisors, eqn.outvars[0].aval.shape)
             else:
                 mark = self._of_means(name, numbers, marks)
         return [self._in(var.aval, mark) for var in eqn.outvars]
@@ -270,22 +278,42 @@ class _MeanWalk(_RemarkWalk):
         merged = (int(word) for word in mark if isinstance(word, _Merged))
         return shape[:1] == (self._rows,) or (shape[0] if shape else 0) in merged
 
-    def _folded(self, name: str, numbers: Sequence[Any], shape: tuple[int, ...]) -> Mark:
+    def _folded(
+        self, name: str, numbers: Sequence[Any], divisors: list[float], shape: tuple[int, ...]
+    ) -> Mark:
         """Returns the mark of what is computed from numbers: a divisor of ``jnp.var``, or a cotangent."""
-        if name in ("sub", "div") and (name == "sub" or numbers[1]):
-            left, right = numbers
-            return frozenset({_Constant(left - right if name == "sub" else left / right)})
+        if name == "sub":
+            return frozenset({_Constant(numbers[0] - numbers[1], divisors)})
         if name == "neg":
-            return frozenset({_Constant(-numbers[0])})
+            return frozenset({_Constant(-numbers[0], divisors)})
+        if name == "mul":
+            divisors += [
+                self.axis_size for number in numbers if isclose(number * self.axis_size, 1)
+            ]
+            return frozenset({_Constant(numbers[0] * numbers[1], divisors)})
+        if name == "div" and numbers[1]:
+            return frozenset({_Constant(numbers[0] / numbers[1], [*divisors, numbers[1]])})
         if name not in _SHAPES:
             return MIRRORED
-        size = prod(shape)
-        # Of two elements it may be the half in a derivative, as that of a square root.
-        is_mean = self._rows > 1 and size > 2 and shape[0] % self._rows == 0
-        # With as many elements as examples of all replicas it may be the cotangent of a part of a mean.
-        if is_mean and isclose(abs(numbers[0]) * size, 1) and size != self._rows * self.axis_size:
+        if self._is_mean_weight(divisors, shape):
             return _ROWS | {_MeanWeights(self.at())}
-        return frozenset({_Constant(numbers[0])})
+        return frozenset({_Constant(numbers[0], divisors)})
+
+    def _is_mean_weight(self, divisors: list[float], shape: tuple[int, ...]) -> bool:
+        """True for the cotangent of a mean over all elements of an array that has rows of the share.
+
+        A step may also take a few of the rows at a time.
+        """
+        size, rows = prod(shape), self._rows
+        if min(size, rows) < 2 or size not in divisors:
+            return False
+        # With as many elements as examples of all replicas it may be the cotangent of a part of a mean.
+        if size in (rows * self.axis_size, shape[0] * self.axis_size):
+            return False
+        others = list(divisors)
+        others.remove(size)
+        has_rows = shape[0] % rows == 0 or rows % shape[0] == 0
+        return has_rows and all(other % self.axis_size for other in others)
 
     def _of_rows(self, name: str, eqn: Any, marks: Marks) -> Mark:
         """Returns the mark of an operation on the rows of a share."""
@@ -304,7 +332,7 @@ class _MeanWalk(_RemarkWalk):
             if is_sort or (name in _OVER_ROWS and 0 in axes):
                 return frozenset({NonlinearShare(self.at())})
         is_square = name in _SQUARES and eqn.invars[0] is eqn.invars[-1]
-        merged = frozenset(word for word in union(marks) if isinstance(word, _Merged))
+        merged: Mark = frozenset(word for word in union(marks) if isinstance(word, _Merged))
         if name == "reshape" and (length := eqn.outvars[0].aval.shape[:1]):
             merged |= {_Merged(length[0])} if length[0] % self._rows == 0 else MIRRORED
         return (marks[0] if is_square else _ROWS) | merged

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_345,
-    lines_of_tests: 50_725,
+    lines: 51_373,
+    lines_of_tests: 50_738,
     files: 205,
     pieces: 0,
     private_words: 0,

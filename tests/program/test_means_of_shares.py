@@ -188,6 +188,12 @@ def trained(strategy: dj.Strategy, loss: Any, combine: Any, tx: Any) -> None:
 
 SUMMED: dict[str, tuple[Any, Any, Any]] = {
     "by dj.Optimizer": (mean, None, optax.adam(0.1)),
+    "of half a mean": (lambda x: 0.5 * mean(x), None, optax.adam(0.1)),
+    "of halves of the rows": (
+        lambda x: sum(map(mean, jnp.split(x, 2))) / 2,
+        None,
+        optax.sgd(0.1),
+    ),
     "of a negated mean": (lambda x: -(-(x**2)).mean(), None, optax.adam(0.1)),
     "by all_reduce": (mean, lambda g: all_reduce("sum", g), optax.sgd(0.1)),
     "clipped": (mean, None, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))),
@@ -201,6 +207,13 @@ WELL: dict[str, tuple[Any, Any, Any]] = {
     "compute_average_loss": (lambda x: dj.compute_average_loss(x**2), None, optax.adam(0.1)),
     "a mean by all_reduce": (mean, lambda g: all_reduce("mean", g), optax.sgd(0.1)),
     "a part of a mean": (lambda x: mean(x) / REPLICAS, None, optax.sgd(0.1)),
+    "half a part": (lambda x: 0.5 * mean(x) / REPLICAS, None, optax.sgd(0.1)),
+    "a product with the part": (lambda x: mean(x) * (1 / REPLICAS), None, optax.sgd(0.1)),
+    "a mean in each part": (
+        lambda x: dj.compute_average_loss(jax.lax.map(jnp.mean, x[:, None])),
+        None,
+        optax.sgd(0.1),
+    ),
     "a sum": (lambda x: (x**2).sum() / len(X), None, optax.sgd(0.1)),
     "divided gradients": (
         mean, lambda g: jax.tree.map(lambda v: v / REPLICAS, all_reduce("sum", g)), optax.sgd(0.1),
