@@ -237,7 +237,7 @@ class _MeanWalk(_RemarkWalk):
         self._rows = rows
 
     def constant(self, value: Any) -> Mark:
-        is_number = np.ndim(value) == 0 and not isinstance(value, jax.Array)
+        is_number = np.ndim(value) == 0 and np.isrealobj(value) and not isinstance(value, jax.Array)
         return frozenset({_Constant(float(value))}) if is_number else MIRRORED
 
     def after(self, eqn: Any, marks: Marks) -> Marks:

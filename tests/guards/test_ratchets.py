@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 51_373,
-    lines_of_tests: 50_738,
+    lines_of_tests: 50_739,
     files: 205,
     pieces: 0,
     private_words: 0,

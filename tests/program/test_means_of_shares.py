@@ -75,6 +75,7 @@ RIGHT: dict[str, Callable[[jax.Array], Any]] = {
     "a mean over features": lambda x: all_reduce("sum", x.mean(1).sum()),
     "normalized rows": lambda x: all_reduce("mean", ((x - x.mean(1, keepdims=True)) ** 2).mean()),
     "a maximum that cancels": lambda x: all_reduce("mean", (x - x.max() + x.max()).mean()),
+    "a complex constant": lambda x: all_reduce("mean", jnp.abs((x * 1j + 2j).mean(1)).mean()),
     "gathered": lambda x: dj.get_replica_context().all_gather(x, axis=0).max(),
     "normalized weights": lambda x: all_reduce("mean", jax.nn.softmax(x, axis=1).mean()),
 }
