@@ -267,7 +267,9 @@ def pad(pair: Pair, marks: list[Mark]) -> Mark:
             old = replace(old, outer=sizes[0] // pair.shares[0], inner=1)
         rows += _cut_rows(pair, old, dim, ends, 1)
     border = operand_pad(value, None)
-    border = border._replace(is_pure=border.is_pure and mark.const is not None)
+    in_rows = all(tuple(c[r.dim]) == (0, 0, 0) for c in configs for r in mark.rows)
+    is_same = mark.const is not None or in_rows  # as in a real row, unless it makes new ones
+    border = border._replace(is_pure=border.is_pure and is_same)
     pads = [join_pads([operand_pad(mark, r), border]) for r in rows]
     const = mark.const if mark.const == value.const else None
     return Mark(tuple(replace(r, pad=p) for r, p in zip(rows, pads, strict=True)), const)

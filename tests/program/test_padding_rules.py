@@ -91,6 +91,9 @@ CLEAN_STEPS: dict[str, Step] = {
     "a convolution": lambda w, x, y, m, c: jax.grad(
         lambda k: real_mean(lax.conv_general_dilated(x[:, None], k, (1,), "SAME").max((1, 2)), m, c)
     )(w.T[:, None]),
+    "a causal shift": lambda w, x, y, m, c: jax.grad(
+        lambda w: real_mean(cross_entropy(jnp.pad(x, ((0, 0), (1, 0)))[:, :3] @ w, y), m, c)
+    )(w),
     "pooling": lambda w, x, y, m, c: jax.grad(
         lambda w: real_mean(
             lax.reduce_window(x @ w, -jnp.inf, lax.max, (1, 2), (1, 2), "SAME").sum(1), m, c
