@@ -312,13 +312,13 @@ class Coordinator:
             self._applied[run.worker] += times
 
     def lose_server(self, number: int, error: str) -> None:
-        """Begins no run until the servers have returned to a snapshot."""
+        """Begins no run until the servers have returned to a snapshot; raises if one keeps ending."""
         with self._lock:
             self._servers_down += 1
             self._losses_at_version[number, self._log.version] += 1
             if self._losses_at_version[number, self._log.version] >= _MAX_LOSSES:
                 text = f"The process of server {number} has ended {_MAX_LOSSES} times{error}"
-                self.fail_for_good(StepFailedError(text))
+                raise StepFailedError(text)
 
     def go_back(self) -> None:
         """Takes all servers, of which one is a new process, back to the last snapshot."""

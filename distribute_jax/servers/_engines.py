@@ -167,6 +167,9 @@ def _explained(step: str, error: BaseException) -> BaseException:
 _SERVER_PLATFORM = "cpu"
 _SECONDS_TO_BEGIN, _POLL_SECONDS, _STOPPED_POLL_SECONDS = 60.0, 0.01, 10.0
 _LOG = logging.getLogger("distribute_jax")
+_NO_FORKS = """\
+The process that workers and servers are forked from ended twice before it could start one, with exit code \
+{code}. Its output is above; -9 usually means that memory is short."""
 _STOPPED = "Waiting for %s: process %d is stopped. Resume it with kill -CONT %d, or kill it."
 
 
@@ -231,14 +234,14 @@ class _ForkServer:
             environment["JAX_PLATFORMS"] = self._platform
         main = f"from distribute_jax.servers._child import main; main({there.fileno()})"
         with there:
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", main],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[there.fileno()],
                 start_new_session=True,  # Ctrl-C is for the coordinator
             )
-        threading.Thread(target=process.wait, daemon=True).start()
+        threading.Thread(target=self._process.wait, daemon=True).start()
         return Connection(here)
 
     def child(self, kind: str, number: int) -> _Child:
@@ -254,7 +257,11 @@ class _ForkServer:
                     raise
                 self._control.close()
                 self._control = self._started()
-                (pid,) = self._control.ask(message).plain
+                try:
+                    (pid,) = self._control.ask(message).plain
+                except WireError:
+                    here.close()
+                    raise StepFailedError(_NO_FORKS.format(code=self._process.wait())) from None
         return _Child(self, pid, here)
 
     def kill(self, pid: int) -> None:
@@ -437,9 +444,9 @@ class Processes(Engine):
         error = child.wait()
         if ended.is_set():
             return
-        self._coordinator.lose_server(number, error)
-        child.close()
         try:
+            self._coordinator.lose_server(number, error)
+            child.close()
             self._start_server(number, ended)
             self._coordinator.go_back()
         except BaseException as error:  # nobody replaces it, and all would wait for it

@@ -216,7 +216,7 @@ class State:
         raws = {i: jax.tree.flatten(read_raw([v])[0]) for i, v in chosen.items()}
         values = {self._keys[i, n]: x for i, (raw, _) in raws.items() for n, x in enumerate(raw)}
         written = self.written(values.items())
-        if at_rest:
+        if at_rest and self.seen:  # else nothing was scheduled, and servers may not have started
             self.send(written)
             written = {}
         new = self.pull(self._changing & (values.keys() - written.keys()))

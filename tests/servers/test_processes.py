@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import threading
@@ -455,6 +456,23 @@ def test_a_start_that_is_interrupted_leaves_no_process_and_can_be_repeated(
     assert int(count[...]) == 1
 
 
+def test_a_start_that_fails_is_an_error_and_join_waits_for_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process that workers are forked from ends at each start; the variables are as they were."""
+    strategy = dj.ParameterServerStrategy(workers=1, engine="processes")
+    coordinator, ((_, _, count), step) = ClusterCoordinator(strategy), build(strategy)
+    monkeypatch.setattr(_engines.sys, "executable", shutil.which("false"))
+    with pytest.raises(dj.StepFailedError, match=r"ended twice .* exit code 1"):
+        coordinator.schedule(step, args=(batches(1)[0],))
+    coordinator.join(SECONDS)
+    assert (coordinator.done(), int(count[...])) == (True, 0)
+    monkeypatch.undo()
+    coordinator.schedule(step, args=(batches(1)[0],))
+    coordinator.join(SECONDS)
+    assert int(count[...]) == 1
+
+
 def test_a_run_whose_worker_ends_is_lost() -> None:
     """Also where the step returns nothing, so that its last message could be taken for the results."""
     here, there = pair()
@@ -552,6 +570,20 @@ def test_join_raises_if_servers_cannot_go_back() -> None:
     child = SimpleNamespace(wait=str, close=lambda: None)
     _engines.Processes._watch(processes, 0, child, threading.Event())  # type: ignore[arg-type]
     with pytest.raises(dj.StepFailedError, match="no room for what was kept"):
+        coordinator.join(SECONDS)
+
+
+def test_a_server_that_has_ended_three_times_is_not_started_again() -> None:
+    """Else processes would start and end for ever, after the error that ends the training."""
+    coordinator, starts = Coordinator(1, [], 0.0, jax.devices()[0]), list[Any]()
+    processes = SimpleNamespace(
+        _coordinator=coordinator, _start_server=lambda *of: starts.append(of)
+    )
+    child = SimpleNamespace(wait=str, close=lambda: None)
+    for _ in range(3):
+        _engines.Processes._watch(processes, 0, child, threading.Event())  # type: ignore[arg-type]
+    assert len(starts) == 2
+    with pytest.raises(dj.StepFailedError, match="server 0 has ended 3 times"):
         coordinator.join(SECONDS)
 
 
