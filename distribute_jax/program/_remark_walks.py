@@ -14,7 +14,14 @@ import numpy as np
 
 from distribute_jax._mesh import DATA
 from distribute_jax.collectives._markers import part_of_mean_p, unreduced_p
-from distribute_jax.program._jaxprs import equations, line, names_axis, user_line
+from distribute_jax.program._jaxprs import (
+    consts_and_carries,
+    equations,
+    line,
+    names_axis,
+    user_line,
+)
+from distribute_jax.program._padding_marks import evaluate
 from distribute_jax.program._replication import (
     MIRRORED,
     RULES,
@@ -243,6 +250,10 @@ class _MeanWalk(_RemarkWalk):
     def after(self, eqn: Any, marks: Marks) -> Marks:
         if eqn.primitive is unreduced_p:
             return marks
+        if eqn.primitive.name == "scan":  # which takes the rows one by one
+            first = sum(consts_and_carries(eqn))
+            taken = [m if isinstance(m, Ref) or _weights(m) else m - _ROWS for m in marks[first:]]
+            marks = [*marks[:first], *taken]
         is_plain = _is_sum(eqn) or names_axis(eqn, DATA) or eqn.primitive.name in _SCATTER_ADDS
         if eqn.primitive.name in RULES and not is_plain:
             return super().after(eqn, marks)
@@ -282,44 +293,41 @@ class _MeanWalk(_RemarkWalk):
         self, name: str, numbers: Sequence[Any], divisors: list[float], shape: tuple[int, ...]
     ) -> Mark:
         """Returns the mark of what is computed from numbers: a divisor of ``jnp.var``, or a cotangent."""
-        if name == "sub":
-            return frozenset({_Constant(numbers[0] - numbers[1], divisors)})
-        if name == "neg":
-            return frozenset({_Constant(-numbers[0], divisors)})
-        if name == "mul":
-            divisors += [
-                self.axis_size for number in numbers if isclose(number * self.axis_size, 1)
-            ]
-            return frozenset({_Constant(numbers[0] * numbers[1], divisors)})
-        if name == "div" and numbers[1]:
-            return frozenset({_Constant(numbers[0] / numbers[1], [*divisors, numbers[1]])})
-        if name not in _SHAPES:
-            return MIRRORED
-        if self._is_mean_weight(divisors, shape):
-            return _ROWS | {_MeanWeights(self.at())}
-        return frozenset({_Constant(numbers[0], divisors)})
+        if name in _SHAPES:
+            if self._is_mean_weight(divisors, shape):
+                return _ROWS | {_MeanWeights(self.at())}
+            return frozenset({_Constant(numbers[0], divisors)})
+        if name == "div":
+            divisors += numbers[1:]
+        if name == "mul":  # by one by the number of replicas
+            divisors += [1 / number for number in numbers if isclose(number * self.axis_size, 1)]
+        result = evaluate(name, [np.float64(number) for number in numbers])
+        return MIRRORED if result is None else frozenset({_Constant(float(result), divisors)})
 
     def _is_mean_weight(self, divisors: list[float], shape: tuple[int, ...]) -> bool:
-        """True for the cotangent of a mean over all elements of an array that has rows of the share.
+        """True for the cotangent of a mean over the elements, or over the rows, of an array of the share.
 
         A step may also take a few of the rows at a time.
         """
-        size, rows = prod(shape), self._rows
-        if min(size, rows) < 2 or size not in divisors:
-            return False
+        size, rows, replicas = prod(shape), self._rows, self.axis_size
         # With as many elements as examples of all replicas it may be the cotangent of a part of a mean.
-        if size in (rows * self.axis_size, shape[0] * self.axis_size):
+        if min(size, rows) < 2 or size in (rows * replicas, shape[0] * replicas):
             return False
         others = list(divisors)
-        others.remove(size)
-        has_rows = shape[0] % rows == 0 or rows % shape[0] == 0
-        return has_rows and all(other % self.axis_size for other in others)
+        for divisor in (size, rows):
+            if divisor in others:
+                others.remove(divisor)
+                has_rows = shape[0] % rows == 0 or rows % shape[0] == 0
+                return has_rows and all(round(other) % replicas for other in others)
+        return False
 
     def _of_rows(self, name: str, eqn: Any, marks: Marks) -> Mark:
         """Returns the mark of an operation on the rows of a share."""
         if weights := _weights(union(marks)):
             is_sum = any(_weights(m) and _sums_over_rows(eqn, k) for k, m in enumerate(marks))
             return frozenset(ShareMean(word.at) for word in weights) if is_sum else _ROWS | weights
+        if name == "stack" and eqn.params["axis"] == 0:
+            return MIRRORED
         if name == "sub" and marks[0] & _ROWS and _of_one_share(marks[1]):
             return marks[0] | {_Centered(self.at())}  # the mean of their squares is a variance
         shape, axes = eqn.invars[0].aval.shape, eqn.params.get("axes", ())
@@ -331,6 +339,10 @@ class _MeanWalk(_RemarkWalk):
             is_sort = is_sort or (name == "top_k" and len(shape) == 1)
             if is_sort or (name in _OVER_ROWS and 0 in axes):
                 return frozenset({NonlinearShare(self.at())})
+        if name == "dot_general" and any(
+            m & _ROWS and _sums_over_rows(eqn, k) for k, m in enumerate(marks)
+        ):
+            return frozenset({_Total(self._rows)})
         is_square = name in _SQUARES and eqn.invars[0] is eqn.invars[-1]
         merged: Mark = frozenset(word for word in union(marks) if isinstance(word, _Merged))
         if name == "reshape" and (length := eqn.outvars[0].aval.shape[:1]):
@@ -349,7 +361,8 @@ class _MeanWalk(_RemarkWalk):
         else:
             is_nonlinear = name in _NONLINEAR
         if is_nonlinear:
-            return frozenset({NonlinearShare(self.at())}) if _of_one_share(mark) else MIRRORED
+            combined = frozenset(word for word in mark if isinstance(word, Combined))
+            return frozenset({NonlinearShare(self.at())}) if _of_one_share(mark) else combined
         # A count that is kept from being 0, as by jnp.maximum(count, 1), is still one.
         is_total = all(m or n is not None for m, n in zip(marks, numbers, strict=True))
         kept = (_OfShares, _Total) if is_total else _OfShares
@@ -361,7 +374,10 @@ class _MeanWalk(_RemarkWalk):
         if totals:
             # The examples of all replicas may be as many as these elements: then it is a part of a mean.
             is_part = isclose(number, self._rows * self.axis_size)
-            is_mean = not is_part and any(isclose(total, number) for total in totals)
+            is_rows = isclose(self._rows, number) and self._rows != self.axis_size
+            is_mean = is_rows or any(isclose(total, number) for total in totals)
+            if is_part:
+                return frozenset(word for word in mark if not isinstance(word, _Total))
             return frozenset({ShareMean(self.at())}) if is_mean else mark
         if not isclose(number, self.axis_size):
             return mark

@@ -53,6 +53,8 @@ NONLINEAR: dict[str, Callable[[jax.Array], Any]] = {
     "the largest losses": lambda x: all_reduce(
         "sum", dj.compute_average_loss(jax.lax.top_k(x[:, 0], 2)[0], global_batch_size=8)
     ),
+    "a function of what is combined": lambda x: jnp.exp(all_reduce("mean", jnp.log((x**2).mean()))),
+    "a ratio of products": lambda x: all_reduce("mean", (x[:, 0] @ x[:, 1]) / (x[:, 0] @ x[:, 0])),
     "the norm of a sum": lambda x: all_reduce("sum", jnp.linalg.norm(x.sum(0))),
 }
 
@@ -76,6 +78,9 @@ RIGHT: dict[str, Callable[[jax.Array], Any]] = {
     "normalized rows": lambda x: all_reduce("mean", ((x - x.mean(1, keepdims=True)) ** 2).mean()),
     "a maximum that cancels": lambda x: all_reduce("mean", (x - x.max() + x.max()).mean()),
     "a complex constant": lambda x: all_reduce("mean", jnp.abs((x * 1j + 2j).mean(1)).mean()),
+    "the least of as many heads as rows": lambda x: all_reduce(
+        "mean", jnp.stack([x[:, 0], x[:, 1], x[:, 2], -x[:, 0]]).min(0).mean()
+    ),
     "gathered": lambda x: dj.get_replica_context().all_gather(x, axis=0).max(),
     "normalized weights": lambda x: all_reduce("mean", jax.nn.softmax(x, axis=1).mean()),
 }
@@ -100,6 +105,18 @@ def test_a_sum_of_means_is_logged_with_its_line(
     assert "returned result" in text
     assert "the mean that each took over its examples at test_means_of_shares.py" in text
     assert "4 times the mean over the batch. Write all_reduce('mean', ...)" in text
+
+
+def test_a_sum_of_rows_and_features_by_the_rows_is_a_mean(
+    s2: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
+):
+    """As losses that are summed over features are written."""
+
+    def step(x: jax.Array) -> Any:
+        return all_reduce("sum", x.sum() / len(x))
+
+    [text] = logged(caplog, lambda: s2.run(step, args=(batch(s2),)))
+    assert "2 times the mean over the batch" in text
 
 
 @pytest.mark.parametrize("kind", NONLINEAR)
@@ -172,6 +189,10 @@ def mean(x: jax.Array) -> jax.Array:
     return (x**2).mean()
 
 
+def features(x: jax.Array) -> jax.Array:
+    return (x[:, None] * jnp.ones(3)) ** 2
+
+
 def trained(strategy: dj.Strategy, loss: Any, combine: Any, tx: Any) -> None:
     """Runs one step; ``combine`` None leaves the sum to ``dj.Optimizer``."""
     with strategy.scope():
@@ -198,6 +219,7 @@ SUMMED: dict[str, tuple[Any, Any, Any]] = {
     "of a negated mean": (lambda x: -(-(x**2)).mean(), None, optax.adam(0.1)),
     "by all_reduce": (mean, lambda g: all_reduce("sum", g), optax.sgd(0.1)),
     "clipped": (mean, None, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))),
+    "of features": (lambda x: -(-features(x)).sum() / len(x), None, optax.adam(0.1)),
     "of several": (
         lambda x: mean(x[:, None]) + jnp.abs(x).mean(),
         None,
@@ -207,6 +229,14 @@ SUMMED: dict[str, tuple[Any, Any, Any]] = {
 WELL: dict[str, tuple[Any, Any, Any]] = {
     "compute_average_loss": (lambda x: dj.compute_average_loss(x**2), None, optax.adam(0.1)),
     "a mean by all_reduce": (mean, lambda g: all_reduce("mean", g), optax.sgd(0.1)),
+    "a number that is one by the rows": (
+        lambda x: dj.compute_average_loss(jnp.where(x > 0, 0.25, 1.0) * x**2),
+        None,
+        optax.adam(0.1),
+    ),
+    "a part by the rows": (
+        lambda x: features(x).sum() / (REPLICAS * len(x)), None, optax.adam(0.1),
+    ),
     "a part of a mean": (lambda x: mean(x) / REPLICAS, None, optax.sgd(0.1)),
     "half a part": (lambda x: 0.5 * mean(x) / REPLICAS, None, optax.sgd(0.1)),
     "a product with the part": (lambda x: mean(x) * (1 / REPLICAS), None, optax.sgd(0.1)),
