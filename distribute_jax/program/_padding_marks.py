@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr
 
-from distribute_jax.program._jaxprs import ClosedJaxpr, line, name
+from distribute_jax.program._jaxprs import ClosedJaxpr, line, name, user_line
 
 
 class UndecidedError(Exception):
@@ -313,15 +313,18 @@ Shape = tuple[int, ...]
 class Pair:
     """An equation of the step, and the same equation traced with another length of the shares."""
 
-    def __init__(self, eqn: Any, other: Any, shares: tuple[int, int]) -> None:
-        self.eqn, self.other, self.shares = eqn, other, shares
+    def __init__(self, eqn: Any, other: Any, shares: tuple[int, int], caller: Pair | None) -> None:
+        self.eqn, self.other, self.shares, self.caller = eqn, other, shares, caller
         self.params, self.invars, self.outvars = eqn.params, eqn.invars, eqn.outvars
         self.name: str = eqn.primitive.name
 
     @functools.cached_property
     def where(self) -> str:
-        """The operation and the user's line."""
-        return f"{name(self.eqn)} at {line(self.eqn)}"
+        """The operation and the user's line, which is that of a call if JAX itself traced the function."""
+        at, caller = user_line(self.eqn), self.caller
+        while at is None and caller is not None:
+            at, caller = user_line(caller.eqn), caller.caller
+        return f"{name(self.eqn)} at {at or line(self.eqn)}"
 
     def operand(self, index: int) -> tuple[Shape, Shape]:
         return _shape(self.invars[index]), _shape(self.other.invars[index])

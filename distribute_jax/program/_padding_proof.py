@@ -72,6 +72,7 @@ class PaddingWalk(Walk):
     def __init__(self, shares: tuple[int, int]) -> None:
         super().__init__()
         self.shares = shares
+        self._caller: Pair | None = None
 
     def joined(self, eqn: Pair, one: Mark, other: Mark) -> Mark:
         return join(one, other, eqn.where)
@@ -113,7 +114,7 @@ class PaddingWalk(Walk):
             return env[atom]
 
         for eqn, twin in zip(one.eqns, two.eqns, strict=False):
-            pair = Pair(eqn, twin, self.shares)
+            pair = Pair(eqn, twin, self.shares, self._caller)
             lengths = [(len(e.invars), len(e.outvars)) for e in (eqn, twin)]
             if eqn.primitive is not twin.primitive or lengths[0] != lengths[1]:
                 raise UndecidedError(f"{pair.where} becomes another operation")
@@ -129,7 +130,9 @@ class PaddingWalk(Walk):
         """Returns the marks of the outputs of an equation."""
         if any(map(is_ref, [*pair.invars, *pair.outvars])):
             raise RefsError(f"{pair.where} reads or writes a ref")
+        self._caller = pair
         outs = self.by_rule(STRUCTURE.get(pair.name, _computed), pair, marks)
+        self._caller = pair.caller
         outs = [leaking(pair.where)] * len(pair.outvars) if outs is None else outs
         if pair.name not in STRUCTURE and pair.name != "real_rows":
             outs = [on_empty_replica(pair, marks, out) for out in outs]

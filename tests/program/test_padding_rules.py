@@ -160,6 +160,13 @@ def test_a_certain_leak_is_reported_at_its_line(step: Step, where: str):
     assert mark.leak.where.startswith(f"{where} at test_padding_rules.py:")
 
 
+def test_a_function_that_jax_itself_traced_is_named_with_the_line_of_its_call():
+    """As cumsum, fft and cholesky, of which the user's line is unknown."""
+    [mark] = proved(lambda w, x, y, m, c: jnp.cumsum(x, axis=0))
+    assert mark.leak is not None
+    assert mark.leak.where.startswith("cumsum at test_padding_rules.py:")
+
+
 @pytest.mark.parametrize(
     "step",
     [
