@@ -198,11 +198,17 @@ def _drift(name: str, variable: nnx.Variable[Any], mark: Mark, to_old: Relation)
     line = f"{name} ({type(variable).__name__}) depends on {_sources(mark)}"
     if isinstance(variable, Variable) and variable.aggregation is VariableAggregation.NONE:
         return f"{line}, {_NO_AGGREGATION}"
+    if isinstance(variable, nnx.Cache):
+        return f"{line}, {_CACHE}"
     return f"{line}, {_NOT_ADDED}" if to_old is Relation.OTHER else line
 
 
 _NO_AGGREGATION = (
     "and has no aggregation: make it with dj.Variable(…, aggregation=…), as SUM or MEAN"
+)
+_CACHE = (
+    "and has rows of this replica's examples: decode with a copy, nnx.clone(module), and return its cache, "
+    "nnx.to_pure_dict(nnx.state(copy, nnx.Cache)), to pass it to the next step"
 )
 _NOT_ADDED = (
     "and is not its old value plus something, so the replicas' changes cannot be added up: "

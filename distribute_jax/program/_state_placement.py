@@ -24,6 +24,7 @@ from distribute_jax._errors import (
 from distribute_jax._jax_private import read_raw, uncommitted, write_raw
 from distribute_jax._mesh import num_replicas, outside_mesh, put
 from distribute_jax._messages import is_donated, leaf_text, listed, path_text
+from distribute_jax._values import PerReplica
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._binding import Binding, step_lock
 from distribute_jax.program._lowerings import Compile, Compiled, FlatStep
@@ -114,13 +115,14 @@ def check_arrays(binding: Binding, *more: type) -> None:
     others = [
         f"{name}: {leaf_text(leaf)}"
         for name, raw in held
-        for leaf in jax.tree.leaves(raw)
+        for leaf in jax.tree.leaves(raw, is_leaf=lambda leaf: isinstance(leaf, PerReplica))
         if not isinstance(leaf, (*_ARRAYS, *more))
     ]
     if others:
         raise ArgumentError(
             f"strategy.run found variables that hold no array:\n{listed(others)}\nThe state of a step "
-            "is made of arrays and numbers. Keep other values as plain attributes of the module."
+            "is made of arrays and numbers. Keep other values as plain attributes of the module; pass a "
+            "PerReplica result in args without its variables, as nnx.to_pure_dict(state)."
         )
 
 

@@ -312,6 +312,38 @@ def test_an_array_left_on_a_module_is_refused(s4: dj.MirroredStrategy):
     assert not hasattr(model, "last")
 
 
+def test_a_cache_of_each_replica_is_kept_out_of_the_module(s4: dj.MirroredStrategy):
+    """The refusal of a cache for decoding says how, and so does that of its variables in args."""
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+
+    def decoded(strategy: dj.Strategy) -> Any:
+        with strategy.scope():
+            model = nnx.MultiHeadAttention(2, 8, decode=True, rngs=nnx.Rngs(0))
+            model.init_cache((2, 4, 8))
+
+        def token(x: jax.Array, cache: Any = None, to_result: Any = nnx.to_pure_dict) -> Any:
+            copy = nnx.clone(model)
+            copy.init_cache((len(x), 4, 8))
+            nnx.update(copy, cache or {})
+            return copy(x[:, None])[:, 0], to_result(nnx.state(copy, nnx.Cache))
+
+        (batch,) = strategy.distribute_dataset([x])
+        if strategy is s4:
+            with pytest.raises(
+                dj.OutOfSyncError, match=r"cached_key \(Cache\) .*nnx\.clone\(module"
+            ):
+                strategy.run(lambda x: model(x[:, None]), args=(batch,))
+            state = strategy.run(lambda x: token(x, None, lambda state: state)[1], args=(batch,))
+            with pytest.raises(dj.ArgumentError, match=r"(?s)PerReplica.*nnx\.to_pure_dict"):
+                strategy.run(token, args=(batch, state))
+        out, cache = strategy.run(token, args=(batch,))
+        for _ in range(2):
+            out, cache = strategy.run(token, args=(out, cache))
+        return strategy.gather(out, axis=0)
+
+    np.testing.assert_allclose(decoded(s4), decoded(dj.OneDeviceStrategy(0)), rtol=1e-5)
+
+
 def test_steps_that_cannot_equal_one_device_log_it_once(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
 ):
