@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 51_412,
-    lines_of_tests: 50_843,
+    lines_of_tests: 50_848,
     files: 205,
     pieces: 0,
     private_words: 0,

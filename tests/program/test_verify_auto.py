@@ -303,9 +303,14 @@ def test_a_step_that_cannot_be_compared_runs(
     (batch,) = s4.distribute_dataset([(X, Y)])
     for _ in range(2):
         s4.run(step, args=(*batch, *more))
-    # Only the notices that every run logs: what makes the step differ from one device, and summed means.
+    # Only the notices that every run logs: what makes the step differ from one device, summed means, and
+    # the squares of sums over a share.
     logged = [r.getMessage() for r in caplog.records]
-    notices = "so this step is not exactly that of one device", "by the sum over the replicas"
+    notices = (
+        "so this step is not exactly that of one device",
+        "by the sum over the replicas",
+        "from its examples by more than a sum",
+    )
     assert all(any(notice in text for notice in notices) for text in logged), logged
 
 
