@@ -193,8 +193,7 @@ class HeartbeatMonitor:
 
     def look(self) -> None:
         """Publishes, on process 0, a report for each process whose heartbeats stopped."""
-        now = time.monotonic()
-        limit = self._job.options.heartbeat_seconds
+        now, limit = time.monotonic(), _silence_limit(self._job)
         for process, heartbeat in _heartbeats(self._job).items():
             number, since = self._last.get(process, (None, now))
             key = f"{_NEWS}{_SILENT}{process}"
@@ -203,16 +202,12 @@ class HeartbeatMonitor:
                 if process in self._reported:
                     self._reported.remove(process)
                     self._job.store.remove(key)
-            elif (
-                now - since > max(limit - _MARGIN_SECONDS, limit / 2)
-                and process not in self._reported
-            ):
+            elif now - since > limit and process not in self._reported:
                 self._reported.add(process)
                 self._job.store.put(
                     key,
                     f"{self._job.name_of(process)} has sent no heartbeat for {now - since:.0f} s; last seen "
-                    f"{heartbeat}. If it is stopped or gone, JAX ends this process with SIGABRT after "
-                    f"{limit} s (ClusterOptions.heartbeat_seconds).",
+                    f"{heartbeat}.{_aborts(self._job)}",
                 )
 
     def show(self, news: Mapping[str, str]) -> None:
@@ -224,6 +219,19 @@ class HeartbeatMonitor:
         if self._shown and not silent:
             status_writer().error("")
         self._shown = {*silent}
+
+
+def _silence_limit(job: Job) -> float:
+    """Returns the seconds without an answer after which a process is reported, before JAX aborts."""
+    limit = job.options.heartbeat_seconds
+    return max(limit - _MARGIN_SECONDS, limit / 2)
+
+
+def _aborts(job: Job) -> str:
+    return (
+        " If it is stopped or gone, JAX ends this process with SIGABRT after "
+        f"{job.options.heartbeat_seconds} s (ClusterOptions.heartbeat_seconds)."
+    )
 
 
 class ExitHandler:
@@ -305,7 +313,8 @@ class Watchdog:
     It ends the process after ``step_seconds`` without progress, here or on another process (exit code 43,
     with what each process is doing and the stacks of all threads), and when another one has failed (exit
     code 44). If C code holds the GIL, so that the thread cannot run, a timer of ``faulthandler`` ends the
-    process, which the thread otherwise restarts at each tick.
+    process, which the thread otherwise restarts at each tick. If process 0 is stopped, the thread waits for
+    its answer, and a second thread says so.
     """
 
     def __init__(self, job: Job, activity: Activity) -> None:
@@ -313,17 +322,22 @@ class Watchdog:
         self._monitor = HeartbeatMonitor(job)
         self._numbers = count(1)
         self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._watch, name="distribute_jax watchdog", daemon=True
-        )
+        self._answered = time.monotonic()
+        watches = [self._watch] if job.index == 0 else [self._watch, self._watch_process_0]
+        self._threads = [
+            threading.Thread(target=watch, name="distribute_jax watchdog", daemon=True)
+            for watch in watches
+        ]
 
     def start(self) -> None:
         self._send_heartbeat()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         self._stop.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
@@ -335,12 +349,25 @@ class Watchdog:
             try:
                 self._send_heartbeat()
                 self._check()
+                self._answered = time.monotonic()
             except jax.errors.JaxRuntimeError as error:
                 if self._stop.is_set():
                     return
                 first = str(error).split("\n", 1)[0]
                 message = f"{self._job.name_of(0)} cannot be reached any more: {first}"
                 exit_process(self._job, OTHER_FAILED, message)
+
+    def _watch_process_0(self) -> None:
+        is_reported, limit = False, _silence_limit(self._job)
+        while not self._stop.wait(tick(self._job)):
+            seconds = time.monotonic() - self._answered
+            if seconds > limit and not is_reported:
+                text = f"{self._job.name_of(0)} has not answered for {seconds:.0f} s.{_aborts(self._job)}"
+                status_writer().error(text)
+                say(text)
+            elif is_reported and seconds <= limit:
+                status_writer().error("")
+            is_reported = seconds > limit
 
     def _send_heartbeat(self) -> None:
         phase, since = self._activity.waiting() or (None, time.monotonic())
