@@ -322,7 +322,8 @@ class Watchdog:
         self._monitor = HeartbeatMonitor(job)
         self._numbers = count(1)
         self._stop = threading.Event()
-        self._answered = time.monotonic()
+        self._answers = 0
+        """How often process 0 has answered."""
         watches = [self._watch] if job.index == 0 else [self._watch, self._watch_process_0]
         self._threads = [
             threading.Thread(target=watch, name="distribute_jax watchdog", daemon=True)
@@ -349,7 +350,7 @@ class Watchdog:
             try:
                 self._send_heartbeat()
                 self._check()
-                self._answered = time.monotonic()
+                self._answers += 1
             except jax.errors.JaxRuntimeError as error:
                 if self._stop.is_set():
                     return
@@ -358,16 +359,19 @@ class Watchdog:
                 exit_process(self._job, OTHER_FAILED, message)
 
     def _watch_process_0(self) -> None:
-        is_reported, limit = False, _silence_limit(self._job)
+        seconds, answers, is_reported = 0.0, self._answers, False
         while not self._stop.wait(tick(self._job)):
-            seconds = time.monotonic() - self._answered
-            if seconds > limit and not is_reported:
+            # By ticks of this thread, since code that holds the GIL stops both.
+            seconds = seconds + tick(self._job) if self._answers == answers else 0.0
+            answers = self._answers
+            is_silent = seconds > _silence_limit(self._job)
+            if is_silent and not is_reported:
                 text = f"{self._job.name_of(0)} has not answered for {seconds:.0f} s.{_aborts(self._job)}"
                 status_writer().error(text)
                 say(text)
-            elif is_reported and seconds <= limit:
+            elif is_reported and not is_silent:
                 status_writer().error("")
-            is_reported = seconds > limit
+            is_reported = is_silent
 
     def _send_heartbeat(self) -> None:
         phase, since = self._activity.waiting() or (None, time.monotonic())

@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_439,
+    lines: 51_443,
     lines_of_tests: 50_855,
     files: 205,
     pieces: 0,
