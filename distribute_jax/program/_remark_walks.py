@@ -313,11 +313,12 @@ class _MeanWalk(_RemarkWalk):
         # With as many elements as examples of all replicas it may be the cotangent of a part of a mean.
         if min(size, rows) < 2 or size in (rows * replicas, shape[0] * replicas):
             return False
-        others = list(divisors)
-        for divisor in (size, rows):
+        has_all, others = shape[0] % rows == 0, list(divisors)
+        # Of a few rows, a part may be divided by as many as there are rows in the share.
+        for divisor in (size, rows) if has_all else (size,):
             if divisor in others:
                 others.remove(divisor)
-                has_rows = shape[0] % rows == 0 or rows % shape[0] == 0
+                has_rows = has_all or rows % shape[0] == 0
                 return has_rows and all(round(other) % replicas for other in others)
         return False
 

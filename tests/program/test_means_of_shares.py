@@ -229,6 +229,11 @@ SUMMED: dict[str, tuple[Any, Any, Any]] = {
 WELL: dict[str, tuple[Any, Any, Any]] = {
     "compute_average_loss": (lambda x: dj.compute_average_loss(x**2), None, optax.adam(0.1)),
     "a mean by all_reduce": (mean, lambda g: all_reduce("mean", g), optax.sgd(0.1)),
+    "parts of as many microbatches as replicas": (
+        lambda x: sum(dj.compute_average_loss(features(p).sum(1)) for p in jnp.split(x, REPLICAS)),
+        None,
+        optax.sgd(0.1),
+    ),
     "a number by infinity": (
         lambda x: dj.compute_average_loss(x**2) + (jnp.float32(1) / jnp.inf * jnp.ones(4)).sum(),
         None,
