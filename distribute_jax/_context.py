@@ -37,7 +37,7 @@ def require_method(strategy: Any, method: str, *, starts_program: bool = False) 
         require_unmixed(strategy)
     if _thread.refusal:
         require_loop_thread(method)
-    if not at_top_level() or ("tensorflow" in sys.modules and in_tf_function()):
+    if not at_top_level() or in_tf_function():
         if starts_program:
             require_outside_step(method)
         require_untraced(method)
@@ -171,7 +171,7 @@ def in_tf_function() -> bool:
 
 def require_untraced(method: str) -> None:
     """Raises under the user's own jit, grad, vmap or scan, or in a ``tf.function``."""
-    if "tensorflow" in sys.modules and in_tf_function():
+    if in_tf_function():
         raise ContextError(
             f"{method} was called inside a tf.function. Leave @tf.function out: strategy.run compiles the "
             "step, and a loop over batches is plain Python."

@@ -191,7 +191,7 @@ class BatchSignature:
         same = structure == self._structure and _ARRAYS.issuperset(map(type, leaves))
         if not same or list(map(_dtype_and_ndim, leaves)) != self._plain:
             return None
-        if self._wide and any(_is_too_large(leaves[i]) for i in self._wide):
+        if any(_is_too_large(leaves[i]) for i in self._wide):
             return None
         sizes = set(map(len, leaves))
         return sizes.pop() if len(sizes) == 1 else None

@@ -127,13 +127,9 @@ class GlobalBatches(Feed):
     def resume(self, state: State) -> tuple[int, EpochProgress, Iterator[HostElement]]:
         self._check_resumable("restore")
         epoch, progress = _read_state(state, self._identity)
-        if (
-            progress.first
-        ):  # as a new iterator would: DROP skips what is not as full as the first batch
-            first = progress.first
-            self._parts(
-                first, 0, first, f"The first batch of the restored epoch has {first} examples"
-            )
+        if first := progress.first:  # as for a new iterator: DROP skips what is less full than it
+            what = f"The first batch of the restored epoch has {first} examples"
+            self._parts(first, 0, first, what)
         if self._source.batch_size is None and progress.first:
             elements = self._divided(self._source.open(epoch))
             first = next((element.progress.first for element in elements), 0)

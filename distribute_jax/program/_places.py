@@ -128,6 +128,8 @@ class IdentityGuard:
         self._tables: list[dict[str, Any]] = []
         self.containers: list[dict[Any, Any] | list[Any]] = []
         """The dicts and lists whose contents a step may change while it is traced."""
+        self.is_empty = False
+        """True if nothing is guarded."""
         self.weakly_typed: list[Any] = []
         """The variables with a weakly typed array, which adopts the dtype of its operands."""
 
@@ -180,7 +182,7 @@ class IdentityGuard:
         self._getters, self._keys = list(self._items.values()), [key for _, key in self._items]
         self._sizes = list(map(len, self._tables))
         self._metadata = metadata_entries(self._variables)
-        self.is_empty = not any(v for name, v in vars(self).items() if name != "is_empty")
+        self.is_empty = not any(vars(self).values())
 
     def read(self) -> list[Any]:
         """Returns every guarded object that is there now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isclose, isfinite, prod
+from math import isclose, prod
 from typing import Any, Self
 
 import jax
@@ -298,7 +298,7 @@ class _MeanWalk(_RemarkWalk):
                 return _ROWS | {_MeanWeights(self.at())}
             return frozenset({_Constant(numbers[0], divisors)})
         if name == "div":
-            divisors += filter(isfinite, numbers[1:])
+            divisors += numbers[1:]
         if name == "mul":  # by one by the number of replicas
             divisors += [1 / number for number in numbers if isclose(number * self.axis_size, 1)]
         result = evaluate(name, [np.float64(number) for number in numbers])

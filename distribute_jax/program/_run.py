@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from types import FunctionType
 from typing import Any
 
 import jax
@@ -31,7 +30,6 @@ from distribute_jax.program._options import (
     RunOptions,
     are_of_library,
     checked_run_options,
-    default_run_options,
 )
 from distribute_jax.program._padding_check import (
     is_proved,
@@ -85,9 +83,8 @@ class Runner:
         """Runs a step once on each replica."""
         if type(args) is not tuple or kwargs is not None:
             check_call(args, kwargs)
-        options = default_run_options() if options is None else checked_run_options(options)
-        if type(fn) is not FunctionType:
-            fn = unwrap_jit(fn)
+        options = checked_run_options(options)
+        fn = unwrap_jit(fn)
         args, kwargs = tuple(args), kwargs or {}
         with step_lock:
             captured = captures(fn)
@@ -181,8 +178,8 @@ class Runner:
         return self._launch(entry, flat)
 
     def _launch(self, entry: BoundProgram, flat: list[Any]) -> Any:
-        is_free = entry.is_pure and self.steps_in_flight is None and self._is_local
-        if is_free and not self._activity.watched:  # nothing to wait for, to store or to report
+        is_alone = self.steps_in_flight is None and self._is_local and not self._activity.watched
+        if entry.is_pure and is_alone:  # nothing to wait for, to store or to report
             return entry.wrap(entry.execute_pure(flat))
         self._wait(flat)
         return entry.wrap(self._advance(entry, entry.execute, flat))

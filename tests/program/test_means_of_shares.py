@@ -234,11 +234,6 @@ WELL: dict[str, tuple[Any, Any, Any]] = {
         None,
         optax.sgd(0.1),
     ),
-    "a number by infinity": (
-        lambda x: dj.compute_average_loss(x**2) + (jnp.float32(1) / jnp.inf * jnp.ones(4)).sum(),
-        None,
-        optax.sgd(0.1),
-    ),
     "a number that is one by the rows": (
         lambda x: dj.compute_average_loss(jnp.where(x > 0, 0.25, 1.0) * x**2),
         None,
