@@ -27,6 +27,7 @@ from distribute_jax._errors import (
     DistributeError,
     ProcessesDifferError,
 )
+from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax._jax_private import before_exit
 from distribute_jax._messages import error_text
 from distribute_jax.checkpoint._storage import Directory
@@ -304,14 +305,18 @@ class Background:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
+        self._starting = threading.RLock()  # a signal handler may save as well
 
     def start(self, call: Callable[[], None]) -> None:
-        """Starts a call, once the previous one has ended."""
-        self.join()
-        _finish_at_exit()
-        _unfinished.add(self)
-        self._thread = threading.Thread(target=self._run, args=(call,), name="checkpoint")
-        self._thread.start()
+        """Starts a call, once the previous one has ended, whichever thread started that."""
+        with self._starting:
+            self.join()
+            _finish_at_exit()
+            _unfinished.add(self)
+            thread = threading.Thread(target=self._run, args=(call,), name="checkpoint")
+            with interrupts_held_back():  # a thread that was not started cannot be joined
+                thread.start()
+                self._thread = thread
 
     def _run(self, call: Callable[[], None]) -> None:
         try:

@@ -52,7 +52,7 @@ class Spec:
         texts = {
             ARRAY: f"{self.dtype}{sizes}",
             KEY: f"random key {self.dtype}{sizes}",
-            PYTHON: f"a Python {self.dtype}",
+            PYTHON: "None" if self.dtype == "NoneType" else f"a Python {self.dtype}",
             ITERATOR: "an iterator",
         }
         return texts.get(self.kind, self.dtype)

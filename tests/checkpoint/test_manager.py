@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,28 @@ def test_save_returns_before_the_file_is_written_and_one_save_runs_at_a_time(
     assert most == [1, 1]
     manager.restore(1, tree)
     assert tree["x"].tolist() == [0, 0, 0], "the copy was taken before save returned"
+
+
+def test_saves_from_several_threads_are_written_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight threads save at once while the first write is slow: eight steps, never two writes at a time."""
+    running, most, write = [], [], _write.write_arrays
+
+    def slow(folder: Path, named: Any) -> None:
+        running.append(folder)
+        most.append(len(running))
+        time.sleep(0.05)
+        write(folder, named)
+        running.remove(folder)
+
+    monkeypatch.setattr(_write, "write_arrays", slow)
+    with dj.CheckpointManager(tmp_path, max_to_keep=None) as manager:
+        with ThreadPoolExecutor(8) as pool:
+            saves = [pool.submit(manager.save, n, {"x": np.full(3, n)}, force=True) for n in range(8)]
+        assert [save.result() for save in saves] == [True] * 8
+    assert most == [1] * 8
+    assert manager.all_steps() == list(range(8))
 
 
 def test_two_managers_on_one_directory_do_not_disturb_each_other(
