@@ -266,6 +266,9 @@ class UnevenPerReplica(PerReplica):
 
 def _local_shards(array: jax.Array, mesh: Mesh) -> list[tuple[int, jax.Array]]:
     """Returns (replica, shard) for each replica of this process, with the shard on its first core."""
+    if isinstance(array, np.ndarray) or len(array.devices()) < min(mesh.size, 2):
+        # All replicas in one place: jax.device_get or device_put moved it.
+        return list(enumerate(jnp.split(array, num_replicas(mesh))))
     share, cores = array.shape[0] // num_replicas(mesh), cores_per_replica(mesh)
     each = replicas_per_device(mesh)
     shards: dict[int, jax.Array] = {}

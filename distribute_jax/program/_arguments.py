@@ -309,7 +309,8 @@ def _batch_signature(value: PerReplica, mesh: Mesh) -> Any:
             f"this strategy's are {mesh.devices.tolist()}. Distribute the data with the strategy "
             "that runs the step: strategy.distribute_dataset(dataset)."
         )
-    aval = value.global_array.aval
+    array: Any = value.global_array  # of NumPy after jax.device_get
+    aval = jax.typeof(array) if type(array) is np.ndarray else array.aval
     return value.layout, aval.shape, aval.dtype, aval.weak_type, value.counts is None
 
 

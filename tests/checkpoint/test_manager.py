@@ -157,7 +157,9 @@ def test_saves_from_several_threads_are_written_one_after_the_other(
     monkeypatch.setattr(_write, "write_arrays", slow)
     with dj.CheckpointManager(tmp_path, max_to_keep=None) as manager:
         with ThreadPoolExecutor(8) as pool:
-            saves = [pool.submit(manager.save, n, {"x": np.full(3, n)}, force=True) for n in range(8)]
+            saves = [
+                pool.submit(manager.save, n, {"x": np.full(3, n)}, force=True) for n in range(8)
+            ]
         assert [save.result() for save in saves] == [True] * 8
     assert most == [1] * 8
     assert manager.all_steps() == list(range(8))

@@ -197,6 +197,17 @@ def test_local_results_of_nests_and_plain_values(s2: dj.MirroredStrategy):
     assert s2.experimental_local_results(jnp.array(1.0)) == (1.0,)
 
 
+def test_a_value_that_jax_has_moved_keeps_the_part_of_each_replica(s2: dj.MirroredStrategy):
+    """``device_get`` and ``device_put`` take all parts to one place; those on the host run as before."""
+    (batch,) = s2.distribute_dataset([np.arange(7.0)])
+    for value, plus in ((batch, 0.0), (s2.run(lambda x: 2 * x, args=(batch,)), 1.0)):
+        wanted = [part.tolist() for part in value.values]
+        for moved in (jax.device_get(value), jax.device_put(value, jax.devices()[5])):
+            assert [part.tolist() for part in moved.values] == wanted
+        result = s2.run(jnp.add, args=(jax.device_get(value), plus))
+        assert [(part - plus).tolist() for part in result.values] == wanted
+
+
 def test_values_from_a_function_of_the_replica(s2: dj.MirroredStrategy):
     counts = s2.experimental_distribute_values_from_function(lambda c: c.num_replicas_in_sync)
     assert [int(v) for v in counts.values] == [2, 2]
