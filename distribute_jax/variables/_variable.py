@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,6 +44,10 @@ _NONE = VariableAggregation.NONE
 _SUM = VariableAggregation.SUM
 _ON_READ = VariableSynchronization.ON_READ
 _MISSING = object()
+
+
+def _compared(name: str) -> Callable[[Variable, Any], Any]:
+    return lambda self, other: getattr(self.get_value(), name)(other)
 
 
 class Variable(nnx.Variable[Any]):
@@ -177,6 +182,9 @@ class Variable(nnx.Variable[Any]):
 
     def __bool__(self) -> bool:  # Flax's is that of the number of rows
         return bool(self.get_value())
+
+    # TensorFlow's variables have these, Flax's only equality.
+    __lt__, __le__, __gt__, __ge__ = map(_compared, ("__lt__", "__le__", "__gt__", "__ge__"))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """Makes NumPy functions read the result of ``numpy()``, never the components."""

@@ -186,11 +186,13 @@ def test_verify_compares_the_aggregate(s4: dj.MirroredStrategy, wrong: bool):
 
 
 def test_numpy_reads_the_aggregate(s2: dj.MirroredStrategy):
-    """NumPy functions get the result of ``numpy()`` in the requested dtype; with NONE there is an error."""
+    """NumPy and comparisons get the result of ``numpy()``, in the requested dtype; with NONE an error."""
     variable = create(s2, Agg.SUM, jnp.zeros(2))
     s2.run(lambda: variable.assign_add(jnp.ones(2)))
     assert np.asarray(variable).tolist() == [2.0, 2.0]
     assert np.allclose(variable, [2.0, 2.0])
+    compared = [variable > 2.0, variable >= 2.0, variable < variable, variable <= jnp.ones(2)]
+    assert [bool(each.all()) for each in compared] == [False, True, False, False]
     assert np.asarray(variable, np.int32).dtype == np.int32
     own = np.array(variable)
     own[0] = 7.0
