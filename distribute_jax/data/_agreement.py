@@ -156,7 +156,9 @@ class GlobalEpochEnd:
                 share = max(share, *(part.share for part in step if part))
                 counts = [part.counts if part else [0] * len(last.counts) for part in step]
                 all_counts = [*chain.from_iterable(counts)]
-                yield replace(last, share=share, counts=counts[self.process], all_counts=all_counts)
+                if any(all_counts):  # else only processes whose part of it is empty have a batch
+                    mine = counts[self.process]
+                    yield replace(last, share=share, counts=mine, all_counts=all_counts)
             _raise_failure(error, announced)
             if agreed < requested:
                 return

@@ -202,6 +202,15 @@ def test_the_shape_stays_after_the_end_of_the_process_with_the_largest_batches()
     assert shares("shrink") == [4, 2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:All processes should read the same")
+def test_a_step_for_which_no_process_has_an_example_is_left_out():
+    """Two rows are for the replicas of process 0, whose data ends: process 1 has no part of what it reads."""
+    results, _ = drive(
+        feeds_of(lambda worker: iter(batches(4 + 2 * worker.index, 2)), 2), 2, common=True
+    )
+    assert values(checked(results)[0]) == [[[0], [1]], [[2], [3]]]
+
+
 def test_batches_of_a_function_end_together():
     """Acceptance 107: the user shards by the context; no process waits for the other."""
 
