@@ -42,8 +42,6 @@ _POLL_SECONDS = 0.05
 _CAUSE_SECONDS = 1.0
 _COMPILING_FACTOR = 10
 _MAX_LINES = 64
-_MARGIN_SECONDS = 2.5
-"""Missed heartbeats are reported so many seconds before JAX ends the process."""
 
 _HEARTBEATS = "heartbeats/"
 _NEWS = "news/"
@@ -222,9 +220,11 @@ class HeartbeatMonitor:
 
 
 def _silence_limit(job: Job) -> float:
-    """Returns the seconds without an answer after which a process is reported, before JAX aborts."""
-    limit = job.options.heartbeat_seconds
-    return max(limit - _MARGIN_SECONDS, limit / 2)
+    """Returns the seconds without an answer after which a process is reported, before JAX aborts.
+
+    JAX counts from a heartbeat that it sent itself, up to half of its timeout earlier.
+    """
+    return max(job.options.heartbeat_seconds / 2 - 1, 2.5 * tick(job))
 
 
 def _aborts(job: Job) -> str:

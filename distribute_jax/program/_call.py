@@ -151,18 +151,19 @@ class BoundProgram:
             self.check_readable(flat, first)
         if not unchanged:
             self.last_state = []
+        phase = f"running {self.step}"
         if donated and self._copy_referenced(flat, 2 if unchanged else 1):
             unchanged = False
         if donated and self._num_possible_aliases:
             self._donated_buffers = self._donated_buffers or DonatedBuffers(
                 flat, range(self.program.donated_state)
             )
-            flat = self._donated_buffers.copy_aliases(flat, range(state, len(flat)))
+            copy = self._donated_buffers.copy_aliases
+            flat = calling(copy, flat, range(state, len(flat)), phase=phase)
         if donated and not (unchanged and len(donated) == self.program.donated_state):
             # The outputs of the last call do not share memory; anything else may.
-            flat = copy_shared(flat, donated)
+            flat = calling(copy_shared, flat, donated, phase=phase)
         try:
-            phase = f"running {self.step}"
             return self._take_token(calling(self._dispatch, compiled, flat, unchanged, phase=phase))
         except Exception as error:
             return self._take_token(self._retry(compiled, flat, error))
@@ -361,8 +362,14 @@ def copy_shared(flat: list[Any], donated: Sequence[int]) -> list[Any]:
 
 def _buffer_key(value: Any) -> Any:
     """Returns a key that is equal for arrays that share memory."""
-    is_plain = isinstance(value, jax.Array) and not is_key(value)
-    return value.addressable_data(0).unsafe_buffer_pointer() if is_plain else -id(value)
+    if not isinstance(value, jax.Array) or is_key(value):
+        return -id(value)
+    return _computed(value).addressable_data(0).unsafe_buffer_pointer()
+
+
+def _computed(value: jax.Array) -> jax.Array:
+    """Waits for an array: its pointer would wait too, and hold the GIL, so that no watchdog can run."""
+    return value.block_until_ready()
 
 
 class DonatedBuffers:
@@ -398,5 +405,5 @@ def _pointers(values: Iterable[Any]) -> set[int]:
         shard.data.unsafe_buffer_pointer()
         for value in values
         if isinstance(value, jax.Array) and not is_key(value)
-        for shard in value.addressable_shards
+        for shard in _computed(value).addressable_shards
     }

@@ -21,6 +21,7 @@ import numpy as np
 
 from distribute_jax._mesh import local_copy_of_replicated, outside_mesh
 from distribute_jax._messages import is_key
+from distribute_jax.processes import doing
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._jaxprs import equations
 
@@ -45,12 +46,13 @@ def on_host(array: jax.Array) -> Array:
 
     In a job all processes must call it together, since each has a part of a sharded output.
     """
-    array = local_copy_of_replicated(array)
-    if is_key(array):
-        return np.asarray(jax.random.key_data(array))
-    half = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4
-    # NumPy's astype: JAX's would compile a program for each shape.
-    return np.asarray(array).astype(np.float32) if half else np.asarray(array)
+    with doing("waiting for the results of a step"):
+        array = local_copy_of_replicated(array)
+        if is_key(array):
+            return np.asarray(jax.random.key_data(array))
+        half = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4
+        # NumPy's astype: JAX's would compile a program for each shape.
+        return np.asarray(array).astype(np.float32) if half else np.asarray(array)
 
 
 def exactly_equal(left: Array, right: Array) -> bool:

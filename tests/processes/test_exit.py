@@ -15,6 +15,7 @@ from typing import Any
 
 import fault_functions
 import jax
+import numpy as np
 import pytest
 from test_faults import ended_within, run
 from test_watchdog_cost import Counted, job_of
@@ -37,6 +38,18 @@ def left_by_sys_exit(status):
             except SystemExit:
                 sys.exit(status)
         float(strategy.run(step, args=(x,)))
+
+
+def left_from_partial_batches():
+    """Process 1 ends between steps that nobody reads; the padding check of step 3 copies their state."""
+    strategy = fault_functions.make_strategy()
+    step, _ = fault_functions.make_step(strategy)
+    (x,) = strategy.distribute_dataset([np.ones((3, 4), np.float32)])
+    for number in range(6):
+        print(f"step {number} at {time.time():.3f}", flush=True)
+        if jax.process_index() == 1 and number == 2:
+            sys.exit(0)
+        strategy.run(step, args=(x,))
 
 
 def caught_exits_are_none():
@@ -107,12 +120,16 @@ def test_sys_exit_with_an_error_fails_the_job_at_once(status, code):
 
 
 @pytest.mark.exhaustive
-def test_a_process_that_exits_without_an_error_is_named():
+@pytest.mark.parametrize(
+    ("program", "args", "devices"),
+    [(left_by_sys_exit, (0,), 1), (left_from_partial_batches, (), 2)],
+)
+def test_a_process_that_exits_without_an_error_is_named(program, args, devices):
     """``sys.exit(0)`` of one process does not make the other hang, and the hint names the limit."""
-    results = run(left_by_sys_exit, 0)
+    results = run(program, *args, devices=devices)
     ended_within(results, 3.0)
     first = results[0].stderr
-    assert re.search(r"process 1 .*exited at step 1, while the others.* +<- the others", first)
+    assert re.search(r"process 1 .*exited at step \d, while the others.* +<- the others", first)
     assert not re.search(r"process 0 \(.*<- the others", first)
     assert "ClusterOptions(shutdown_seconds=6)" in first
 

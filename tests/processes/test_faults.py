@@ -22,10 +22,10 @@ SLACK = 6.0
 
 
 def run(
-    function: Any, *args: Any, environment: Any = None, faults: Any = ()
+    function: Any, *args: Any, environment: Any = None, faults: Any = (), devices: int = 1
 ) -> list[ProcessResult]:
     """Runs a job of two processes that has to end without being killed."""
-    cluster = LocalCluster(2, 1, timeout=60, grace=None, environment=environment)
+    cluster = LocalCluster(2, devices, timeout=60, grace=None, environment=environment)
     return cluster.run(function, *args, faults=faults, check=False)
 
 

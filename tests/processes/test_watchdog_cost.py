@@ -62,7 +62,7 @@ def test_process_0_reports_missed_heartbeats_and_withdraws_the_report(monkeypatc
             dogs[i]._check()
     outcome = capfd.readouterr().err.splitlines()
     assert [line.partition(";")[0] for line in outcome] == [
-        "distribute_jax: process 2 has sent no heartbeat for 8 s"
+        "distribute_jax: process 2 has sent no heartbeat for 5 s"
     ] * 2
     for i in (2, 0, 1):
         dogs[i]._send_heartbeat()
