@@ -20,7 +20,7 @@ from distribute_jax._errors import ArgumentError, DonatedError, OutOfSyncError
 from distribute_jax._mesh import in_default_memory, outside_mesh
 from distribute_jax._messages import PyTree, is_key, leaf_text, listed, on_bits, path_text
 from distribute_jax._values import PerReplica
-from distribute_jax.processes import naming_other_processes
+from distribute_jax.processes import current_job, naming_other_processes
 
 _AXIS = "device"
 _by_id = attrgetter("id")
@@ -79,6 +79,8 @@ def check_in_sync(tree: PyTree) -> None:
             "model itself, whose variables have the new ones, or keep dj.snapshot(model)."
         )
     is_alone = all(array.is_fully_addressable for _, array in leaves)
+    if not is_alone:
+        current_job().actions.record(f"dj.check_in_sync of {len(leaves)} arrays")
     with naming_other_processes("dj.check_in_sync", is_alone):
         Hashes(leaves).check()
 

@@ -26,6 +26,7 @@ from distribute_jax._mesh import (
 )
 from distribute_jax._messages import check_int_range, check_not_masked, on_bits
 from distribute_jax._values import Mirrored, PerReplica
+from distribute_jax.processes import current_job, naming_other_processes
 
 
 class VariableSynchronization(enum.Enum):
@@ -220,7 +221,11 @@ def combine(stacked: jax.Array, aggregation: VariableAggregation, name: str) -> 
     """Returns the aggregate of the stacked components of a variable."""
     if not isinstance(stacked, jax.core.Tracer) and not stacked.is_fully_addressable:
         # All processes read it together, and each gets a local copy.
-        return combine(uncommitted(local_copy_of_replicated(stacked)), aggregation, name)
+        what = f"reads the ON_READ variable {name!r}"
+        current_job().actions.record(what)
+        with naming_other_processes(what, is_alone=False):
+            local = uncommitted(local_copy_of_replicated(stacked))
+        return combine(local, aggregation, name)
     if stacked.shape[0] == 1:
         return stacked[0]
     if aggregation is VariableAggregation.SUM:

@@ -51,7 +51,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "another generator": ({"key": jax.random.key(0, impl="rbg")}, "(saved), got random key rbg[]"),
     "another type": ({"count": "3"}, "['count']: expected a Python int (saved), got a Python str"),
     "a bool": ({"count": True}, "expected a Python int (saved), got a Python bool"),
-    "a float": ({"rate": None}, "expected a Python float (saved), got a Python NoneType"),
+    "a float": ({"rate": None}, "expected a Python float (saved), got None"),
     "a float in a narrow array": ({"rate": np.float16(0)}, "a Python float (saved)"),
     "a number in an array": ({"count": np.zeros(1, int)}, "a Python int (saved), got int64[1]"),
     "something else": ({"text": len}, "expected a Python str (saved), got a builtins.builtin"),

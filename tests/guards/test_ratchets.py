@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_467,
-    lines_of_tests: 50_919,
+    lines: 51_474,
+    lines_of_tests: 50_939,
     files: 205,
     pieces: 0,
     private_words: 0,

@@ -224,6 +224,24 @@ def trains_and_evaluates():
     method(**batch)
 
 
+def reads_alone():
+    """Process 1 reads an ON_READ variable, whose components are on all processes; process 0 trains on."""
+    model, strategy, batch = fitted()
+    with strategy.scope():
+        variable = dj.Variable(0.0, name="total", synchronization="on_read", aggregation="sum")
+    if on_process_1():
+        variable.numpy()
+    model.fit(**batch)
+
+
+def checks_alone():
+    """Process 1 compares the copies of a model on all processes; process 0 trains on."""
+    model, _, batch = fitted()
+    if on_process_1():
+        dj.check_in_sync(model.module)
+    model.fit(**batch)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("function", "words"),
@@ -249,6 +267,8 @@ def trains_and_evaluates():
                 "process 1: runs train_step",
             ],
         ),
+        (reads_alone, ["process 1: reads the ON_READ variable 'total'"]),
+        (checks_alone, ["process 1: dj.check_in_sync of"]),
     ],
 )
 def test_processes_that_diverge_name_the_first_difference(function, words):
