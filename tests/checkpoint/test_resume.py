@@ -77,7 +77,7 @@ class Run:
             model = Network(nnx.Rngs(0, dropout=1))
             self.tree: dict[str, Any] = {
                 "model": model,
-                "optimizer": nnx.Optimizer(model, optax.adam(0.01), wrt=nnx.Param),
+                "optimizer": nnx.Optimizer(model, optax.sgd(0.01, momentum=0.9), wrt=nnx.Param),
                 "loss": nnx.metrics.Average(),
             }
         self.dataset = strategy.distribute_dataset(source())

@@ -422,7 +422,7 @@ def test_a_number_in_a_holder_that_is_not_followed_is_read_once(s2: dj.MirroredS
 
 
 @pytest.mark.parametrize("way", NOT_FOLLOWED)
-@pytest.mark.parametrize("kind", ["array", "variable", "module"])
+@pytest.mark.parametrize("kind", ["array", "module", long("variable")])
 def test_an_array_in_a_holder_that_is_not_followed_is_refused(
     s2: dj.MirroredStrategy, way: str, kind: str
 ):
@@ -476,7 +476,7 @@ class Layers(nnx.Module):
         return self.layers["second"](nnx.relu(self.layers["first"](x)))
 
 
-@pytest.mark.parametrize("transform", ["grad", "remat", "cond"])
+@pytest.mark.parametrize("transform", ["grad", "cond", long("remat")])
 def test_layers_in_a_dict_are_never_swapped(strategy: dj.Strategy, transform: str):
     """Flax flattens the module while the step is traced, and rebuilds the dict in sorted order."""
     with strategy.scope():
@@ -721,7 +721,7 @@ def test_iteration_over_attributes_depends_on_their_order(s2: dj.MirroredStrateg
 # Functions inside the step whose traces are cached.
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, nnx.jit, jax.checkpoint])
+@pytest.mark.parametrize("wrap", [jax.jit, *(long(wrap) for wrap in (nnx.jit, jax.checkpoint))])
 @pytest.mark.parametrize("first", ["full", "partial"])
 def test_a_function_that_is_jitted_in_the_step_sees_the_batch_of_each_call(
     strategy: dj.Strategy, wrap: Callable[..., Any], first: str

@@ -98,10 +98,10 @@ def batch(strategy: dj.Strategy) -> Any:
 
 @pytest.mark.parametrize("kind", SUMS)
 def test_a_sum_of_means_is_logged_with_its_line(
-    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, kind: str
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, trace_only: Any, kind: str
 ):
     """It is N times the mean over the batch, and no state shows it."""
-    [text] = logged(caplog, lambda: s4.run(SUMS[kind], args=(batch(s4),)))
+    [text] = logged(caplog, lambda: trace_only(lambda: s4.run(SUMS[kind], (batch(s4),))))
     assert "returned result" in text
     assert "the mean that each took over its examples at test_means_of_shares.py" in text
     assert "4 times the mean over the batch. Write all_reduce('mean', ...)" in text
@@ -121,10 +121,10 @@ def test_a_sum_of_rows_and_features_by_the_rows_is_a_mean(
 
 @pytest.mark.parametrize("kind", NONLINEAR)
 def test_a_function_of_the_mean_of_each_share_is_logged(
-    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, kind: str
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, trace_only: Any, kind: str
 ):
     """A mean of roots is not the root of the mean."""
-    [text] = logged(caplog, lambda: s4.run(NONLINEAR[kind], args=(batch(s4),)))
+    [text] = logged(caplog, lambda: trace_only(lambda: s4.run(NONLINEAR[kind], (batch(s4),))))
     assert "combines what each of the 4 replicas computed at test_means_of_shares.py" in text
     assert "Reduce first and compute then" in text
 
@@ -259,10 +259,10 @@ WELL: dict[str, tuple[Any, Any, Any]] = {
 
 @pytest.mark.parametrize("kind", [*SUMMED, *WELL])
 def test_gradients_of_a_mean_that_are_summed_are_logged_where_the_step_is_not_compared(
-    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, kind: str
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, trace_only: Any, kind: str
 ):
     """The commonest port trains with gradients N times too large; with dropout nothing else shows it."""
-    texts = logged(caplog, lambda: trained(s4, *(SUMMED | WELL)[kind]))
+    texts = logged(caplog, lambda: trace_only(lambda: trained(s4, *(SUMMED | WELL)[kind])))
     [text] = [text for text in texts if "gradients of the mean" in text][:1] or [""]
     assert ("4 times those of one device. Take dj.compute_average_loss" in text) == (kind in SUMMED)
     assert ("at test_means_of_shares.py" in text) == (kind in SUMMED)

@@ -196,7 +196,12 @@ def marked_and_merged(rngs: nnx.Rngs) -> nnx.Dropout:
 
 @pytest.mark.parametrize(
     "build",
-    [marked_before, marked_stream_before, marked_after, marked_and_cloned, marked_and_merged],
+    [
+        marked_before,
+        marked_stream_before,
+        marked_after,
+        *map(long, (marked_and_cloned, marked_and_merged)),
+    ],
 )
 def test_dropout_with_a_marked_stream_equals_that_of_one_device(
     strategy: dj.Strategy, build: Callable[[nnx.Rngs], nnx.Dropout]

@@ -139,7 +139,7 @@ def trained_plainly(way: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "way",
-    [averaged, best_kept, *(long(way) for way in WAYS[1:-1])],
+    [best_kept, *(long(way) for way in WAYS[:-1])],
     ids=lambda way: way.__name__,
 )
 def test_it_equals_plain_flax_on_one_device(strategy: dj.Strategy, way: Any):
@@ -150,6 +150,7 @@ def test_it_equals_plain_flax_on_one_device(strategy: dj.Strategy, way: Any):
     assert not np.allclose(state["model"]["kernel"], state["other"]["kernel"], atol=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_the_reference_programs_differ():
     """The best weights are not the last, and the target changes only at some steps."""
     assert 0 < int(np.argmin(trained_plainly(best_kept)["losses"])) < STEPS - 1

@@ -32,8 +32,7 @@ class Net(nnx.Module):
     """A model with weights, batch statistics, random streams and a metric."""
 
     def __init__(self) -> None:
-        # A bias before the norm has no gradient but rounding, which Adam would make large.
-        self.first = nnx.Linear(6, 256, use_bias=False, rngs=nnx.Rngs(0))
+        self.first = nnx.Linear(6, 256, rngs=nnx.Rngs(0))
         self.norm = nnx.BatchNorm(256, axis_name="data", momentum=0.5, rngs=nnx.Rngs(0))
         self.dropout = nnx.Dropout(0.2, rngs=nnx.Rngs(dropout=1))
         self.second = nnx.Linear(256, 2, rngs=nnx.Rngs(2))
@@ -46,7 +45,7 @@ class Net(nnx.Module):
 def built(strategy: dj.Strategy) -> tuple[Net, nnx.Optimizer]:
     with strategy.scope():
         model = Net()
-        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        return model, nnx.Optimizer(model, optax.sgd(1e-2, momentum=0.9), wrt=nnx.Param)
 
 
 def make_step(model: Net, optimizer: nnx.Optimizer) -> Any:

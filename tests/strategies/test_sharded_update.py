@@ -260,7 +260,7 @@ def _outside_conditions_is_no(program: Any, collective: str) -> None:
 
 
 def test_gradients_are_scattered_inside_a_jit(z4: dj.MirroredStrategy) -> None:
-    model, optimizer = made(z4, optax.adam(0.01))
+    model, optimizer = made(z4, optax.sgd(0.01, momentum=0.9))
     whole_step = nnx.jit(update)
     (batch,) = z4.distribute_dataset(batches([16]))
     z4.run(lambda x, y: (whole_step(model, optimizer, x, y), x.sum()), args=batch)

@@ -100,7 +100,7 @@ def test_verify_first_checks_once_and_always_each_time(s4: dj.MirroredStrategy):
 
 def test_a_partial_batch_is_checked_too(s4: dj.MirroredStrategy):
     short = tuple(leaf[:5] for leaf in BATCH)
-    dj.testing.check_equals_one_device(s4, step_with(s4, optax.adam(0.1), "exact", "sum"), short)
+    dj.testing.check_equals_one_device(s4, step_with(s4, optax.sgd(0.1), "exact", "sum"), short)
 
 
 @pytest.mark.exhaustive
@@ -166,12 +166,12 @@ def test_declared_rows_are_compared_where_no_other_size_can_be_traced(s4: dj.Mir
     ("step", "text"),
     [
         (lambda x: x.max(), "neither their sum .* nor their mean"),
-        (lambda x: x.std(0), "neither their sum .* nor their mean"),
+        long(lambda x: x.std(0), "neither their sum .* nor their mean", id="spread"),
         (lambda x: (x > 1).any(), "neither their sum .* nor their mean"),
         (lambda _: context().replica_id_in_sync_group, "neither their sum .* nor their mean"),
         (lambda x: x.T, r"a replica has shape \(3, 2\), one device \(3, 8\)"),
     ],
-    ids=["maximum", "spread", "any", "replica id", "transposed"],
+    ids=["maximum", None, "any", "replica id", "transposed"],
 )
 def test_other_per_replica_results_are_refused_by_name(
     s4: dj.MirroredStrategy, step: Callable[..., Any], text: str

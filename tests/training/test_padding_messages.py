@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 from model_factory import compile_model, linear
 
@@ -39,7 +40,7 @@ def make_model(strategy: dj.Strategy, *metrics: Any) -> dj.Model:
     return compile_model(strategy, linear(1), optimizer=optax.sgd(0.0), metrics=list(metrics))
 
 
-@pytest.mark.parametrize("called", ["fit", "evaluate"])
+@pytest.mark.parametrize("called", ["fit", long("evaluate")])
 def test_a_metric_without_a_mask_is_named_with_its_remedy(s4: dj.Strategy, called: str):
     metrics = [nnx.metrics.Welford("y_pred"), Sum(), dj.metrics.Average("y_pred"), MaskedSum()]
     model = make_model(s4, *metrics)

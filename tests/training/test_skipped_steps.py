@@ -50,7 +50,7 @@ class Training:
         with strategy.scope():
             net = self.net = Net()
             optimizer = self.optimizer = dj.Optimizer(
-                net, optax.adam(0.1), skip_nonfinite=True, **options
+                net, optax.sgd(0.1, momentum=0.9), skip_nonfinite=True, **options
             )
             metric = self.metric = nnx.metrics.Average()
 
