@@ -69,7 +69,9 @@ def training(
     """
     with strategy.scope():
         blocks = {way: Block(nnx.Rngs(params=0, dropout=seed)) for way in ways}
-        adams = {way: nnx.Optimizer(blocks[way], optax.adam(0.1), wrt=nnx.Param) for way in ways}
+        optimizers = {
+            way: nnx.Optimizer(blocks[way], optax.sgd(0.1), wrt=nnx.Param) for way in ways
+        }
 
     def trained(way: Any, x: jax.Array) -> jax.Array:
         def loss_fn(block: Block) -> tuple[jax.Array, jax.Array]:
@@ -77,7 +79,7 @@ def training(
             return dj.compute_average_loss(jnp.sum(out**2, axis=-1)), out
 
         grads, out = nnx.grad(loss_fn, has_aux=True)(blocks[way])
-        adams[way].update(blocks[way], dj.get_replica_context().all_reduce("sum", grads))
+        optimizers[way].update(blocks[way], dj.get_replica_context().all_reduce("sum", grads))
         return out
 
     rows = np.ones((8, 32), np.float32)
