@@ -14,7 +14,7 @@ import numpy as np
 from distribute_jax._checks import check_int, takes
 from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._mesh import outside_mesh
-from distribute_jax._messages import KeyPath, PyTree, leaf_text, path_text
+from distribute_jax._messages import KeyPath, PyTree, is_number, leaf_text, path_text
 from distribute_jax.data._check import BatchSignature
 from distribute_jax.data._element import HostElement, taken
 from distribute_jax.data._options import (
@@ -289,10 +289,10 @@ def sources_of(
     sources = []
     for i in range(worker.index * pipelines, (worker.index + 1) * pipelines):
         dataset = dataset_fn(InputContext(worker.count * pipelines, i, worker.count * replicas))
-        if dataset is None:
+        if dataset is None or is_number(dataset):
             raise ArgumentError(
-                f"The function {dataset_fn!r:.60} given to {_METHOD} returned None. It must return the "
-                "per-replica batches in order: a list, a generator or a dataset."
+                f"The function {dataset_fn!r:.60} given to {_METHOD} returned {dataset!r}. It must return "
+                "the per-replica batches in order: a list, a generator or a dataset."
             )
         sources.append(find_source(dataset, _METHOD))
     return sources

@@ -258,6 +258,13 @@ Combine the gradients first, with one of
 values are what you want, use RunOptions(check_sync=False)."""
 
 
+_CACHE_SHAPED = f"""\
+{_MODEL_SHAPED.partition("Combine")[0]}\
+If these are rows of this replica's examples, as in a cache for decoding, give each replica its array from \
+the start: cache = strategy.experimental_distribute_values_from_function(lambda context: cache). If they are \
+weights, combine the gradients before the update, by all_reduce."""
+
+
 def _sources(mark: Mark) -> str:
     names = sorted(mark)
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -297,14 +304,16 @@ def model_shaped(call: Call, traced: Traced) -> Iterator[ModelShaped]:
 def _check_model_shaped(call: Call, traced: Traced, marks: Sequence[Mark]) -> None:
     """Raises OutOfSyncError for a per-replica result that is the new value of a mirrored argument."""
     for argument, what, results, leaves in model_shaped(call, traced):
-        bad = [
-            f"{traced.results.names[k]} depends on {_sources(marks[k])}"
+        bad = {
+            f"{traced.results.names[k]} depends on {_sources(marks[k])}": leaf.shape[:1]
             for k, leaf in zip(results, leaves, strict=True)
             if marks[k] and not leaf.per_replica
-        ]
+        }
         if bad:
-            facts = {"replicas": _number(call), "lines": listed(bad)}
-            raise OutOfSyncError(_MODEL_SHAPED.format(what=what, argument=argument, **facts))
+            facts = {"replicas": _number(call), "lines": listed(list(bad))}
+            rows = {x.part_shape[:1] for x in call.arguments.data if isinstance(x, PerReplica)}
+            text = _CACHE_SHAPED if rows >= {*bad.values()} else _MODEL_SHAPED
+            raise OutOfSyncError(text.format(what=what, argument=argument, **facts))
 
 
 class Leaf(NamedTuple):

@@ -18,19 +18,21 @@ from distribute_jax._messages import is_key
 from distribute_jax._values import Layout, PerReplica, Share
 from distribute_jax.program._aggregation import MERGE_BY_TYPE, Combine, is_sum_of_old
 from distribute_jax.program._jaxprs import RANDOM, equations, line, names_axis, variables
+from distribute_jax.program._mean_walk import (
+    Combined,
+    NonlinearShare,
+    ShareMean,
+    SumOfMeans,
+    means_of_shares,
+)
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._remark_walks import (
     DRAWING,
     STREAM,
-    Combined,
     EqualWalk,
-    NonlinearShare,
     Part,
     Parts,
     ScaledPart,
-    ShareMean,
-    SumOfMeans,
-    means_of_shares,
     parts_of_means,
 )
 from distribute_jax.program._replication import MIRRORED, Mark

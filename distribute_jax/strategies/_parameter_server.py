@@ -11,7 +11,7 @@ from typing import Any, final
 import jax
 from flax import nnx
 
-from distribute_jax._checks import check_choice, check_int, check_number, check_optional
+from distribute_jax._checks import check_choice, check_int, check_number, check_optional, refuse
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import replica_mesh
 from distribute_jax.cluster_resolver import ClusterResolver, ClusterSpec
@@ -221,8 +221,10 @@ class ParameterServerStrategy(Strategy):
         Args:
             number: how many to remove; at least one worker must remain.
         """
-        fewer = check_int("strategy.remove_workers: number", number, below=self.workers)
-        self._engine.resize(self.workers - fewer)
+        name, workers = "strategy.remove_workers: number", self.workers
+        if (fewer := check_int(name, number)) >= workers:
+            refuse(name, f"< strategy.workers = {workers}: the last one cannot be removed", number)
+        self._engine.resize(workers - fewer)
 
     # A scheduled function may run steps, and combine what ``run`` returned, if it runs all of it.
     def _enter_program(self, name: str) -> None:

@@ -66,6 +66,15 @@ def test_one_device_and_global_batches_have_no_per_replica_mode(s2: dj.MirroredS
     assert all_values(dataset) == [[[0, 1], [0, 1]]]
 
 
+@pytest.mark.parametrize("returned", [None, 3])
+def test_a_function_that_returns_no_batches_is_refused(s2: dj.MirroredStrategy, returned: Any):
+    """Such as the batch size: the message says what it returned, and what it must return."""
+    with pytest.raises(
+        dj.ArgumentError, match=f"returned {returned}. It must return the per-replica"
+    ):
+        s2.distribute_datasets_from_function(lambda context: returned)
+
+
 @pytest.mark.parametrize(("replica", "short"), [(0, 1), (1, 0)])
 def test_an_epoch_lasts_until_every_replica_is_out_of_data(
     s2: dj.MirroredStrategy, replica: int, short: int

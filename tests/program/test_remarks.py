@@ -192,6 +192,34 @@ def test_a_dropout_mask_from_a_mirrored_key_is_logged_once(
     assert "fold_in(key, dj.get_replica_context().replica_id_in_sync_group)" in named[0]
 
 
+def test_noise_for_weights_with_as_many_rows_as_a_share_is_not_logged(
+    s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
+):
+    """``optax.noisy_sgd`` keeps a key, and its noise must be equal; latent variables must not be."""
+    share = len(X) // 4
+    with s4.scope():
+        net = nnx.Linear(X.shape[1], share, rngs=nnx.Rngs(0))
+        square = nnx.Linear(share, share, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(
+            square, optax.noisy_sgd(0.1, key=jax.random.key(0)), wrt=nnx.Param
+        )
+    (batch,) = s4.distribute_dataset([X])
+    key = jax.random.key(0)
+
+    def step(x: jax.Array) -> None:
+        noisy = square.kernel[...] * jax.random.normal(key, (share, share))
+        gradients = nnx.grad(
+            lambda square: dj.compute_average_loss(((square(net(x)) @ noisy) ** 2).mean(1))
+        )(square)
+        optimizer.update(square, replica().all_reduce("sum", gradients))
+
+    s4.run(step, args=(batch,))
+    assert not logged()
+    s4.run(lambda x: x.sum() + square(jax.random.normal(key, (len(x), share))), args=(batch,))
+    [text] = logged()
+    assert "for each row of the batch" in text
+
+
 @pytest.mark.exhaustive
 def test_draws_that_differ_or_are_not_for_rows_are_not_logged(
     s4: dj.MirroredStrategy, logged: Callable[[], list[str]]

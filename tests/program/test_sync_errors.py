@@ -370,3 +370,21 @@ def test_steps_that_cannot_equal_one_device_log_it_once(
     assert any("norm (BatchNorm)" in text and 'axis_name="data"' in text for text in logged)
     assert any("drop.rngs (RngStream)" in text and "model.eval()" in text for text in logged)
     assert texts(dj.OneDeviceStrategy(0)) == []
+
+
+def test_a_cache_that_starts_equal_is_told_how_to_start(s4: dj.MirroredStrategy):
+    """A cache of zeros in args is not taken for weights: each replica gets its array from the start."""
+    (batch,) = s4.distribute_dataset([np.arange(8.0)])
+    cache = {"values": jnp.zeros((2, 3)), "index": jnp.zeros((), jnp.int32)}
+
+    def step(cache: Any, x: jax.Array) -> Any:
+        values = cache["values"].at[:, cache["index"]].set(x)
+        return values.sum(1), {"values": values, "index": cache["index"] + 1}
+
+    with pytest.raises(dj.OutOfSyncError, match=r"(?s)values.*a cache for decoding") as error:
+        s4.run(step, args=(cache, batch))
+    assert "Combine the gradients first" not in str(error.value)
+    cache = s4.experimental_distribute_values_from_function(lambda context, cache=cache: cache)
+    for _ in range(2):
+        sums, cache = s4.run(step, args=(cache, batch))
+    np.testing.assert_array_equal(s4.gather(sums, axis=0), 2 * np.arange(8.0))

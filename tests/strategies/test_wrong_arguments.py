@@ -30,6 +30,10 @@ CALLS: dict[str, tuple[Call, str]] = {
     "masked argument": (lambda s, v: s.run(f, (MASKED,)), r"^strategy.run got a .* int64\[2\]. JAX arr"),
     "masked value": (lambda s, v: dj.Variable(MASKED, name="w"), "^dj.Variable 'w' got .*no mask"),
     "masked write": (lambda s, v: v.assign(MASKED), "^Variable 'Variable' got .*no mask"),
+    "workers": (
+        lambda s, v: dj.ParameterServerStrategy(workers=1).remove_workers(1),
+        "number must be < strategy.workers = 1: the last one cannot be removed; got 1",
+    ),
     "masked part": (lambda s, v: s.reduce("sum", MASKED), "^strategy.reduce got .*no mask"),
     "no context": (lambda s, v: values(s, lambda: 1), "calls .* with a dj.ValueContext"),
     "long": (lambda s, v: s.run(f, (np.zeros(2, "complex256"),)), r"got complex256\[2\] among its"),
