@@ -56,6 +56,20 @@ class Combined(_OfShares):
     """What the replicas combined of a ``NonlinearShare``."""
 
 
+class MixedRows(_OfShares):
+    """Rows that depend on other rows of their share."""
+
+
+class _Extreme(NonlinearShare):
+    """A maximum or minimum, which may be subtracted for the range of an exponential only."""
+
+
+class _Across(str):
+    """The mark of rows in another dim than the first, as to be compared with all rows: the dim."""
+
+    __slots__ = ()
+
+
 class _Centered(_OfShares):
     """Rows from which a sum or mean of their share was subtracted."""
 
@@ -79,27 +93,33 @@ class _Merged(str):
 _ROWS: Mark = frozenset({"rows of the batch"})
 _LINEAR = KEEPS | {"dynamic_slice", "gather", "max", "part_of_mean", "rev", "slice", "split"}
 _NONLINEAR = frozenset({
-    "abs", "exp", "exp2", "expm1", "integer_pow", "log", "log1p", "logistic", "pow", "rsqrt", "sqrt",
-    "square", "tanh",
+    "abs", "cbrt", "cholesky", "cos", "eigh", "erf", "exp", "exp2", "expm1", "integer_pow", "log", "log1p",
+    "logistic", "lu", "pow", "qr", "rsqrt", "sin", "sqrt", "square", "svd", "tanh",
 })  # fmt: skip
+_IDENTITIES = frozenset({"convert_element_type", "copy", "neg", "optimization_barrier"})
+_MIXES = frozenset({"add", "add_any", "div", "max", "min", "mul", "pow", "select_n", "sub"})
+_COMPARES = frozenset({"eq", "ge", "gt", "le", "lt", "ne"})
 _SQUARES = frozenset({"abs", "integer_pow", "mul", "reshape", "square"})
 
 
-def means_of_shares(jaxpr: Any, batch: Sequence[bool], replicas: int, rows: int) -> list[Mark]:
+def means_of_shares(
+    jaxpr: Any, batch: Sequence[bool], replicas: int, rows: int, *, normalizes: bool
+) -> list[Mark]:
     """Returns which outputs are means over the ``rows`` of one replica, or computed from such means.
 
-    ``batch`` says which inputs have these rows.
+    ``batch`` says which inputs have these rows; ``normalizes`` that rows may be normalized by their share,
+    as in batch norm.
     """
-    walk = _MeanWalk(replicas, rows)
+    walk = _MeanWalk(replicas, rows, normalizes)
     return walk.run(jaxpr, [_ROWS if has_rows else MIRRORED for has_rows in batch])
 
 
 class _MeanWalk(RemarkWalk):
     """Marks sums over the rows of one replica, their quotients, and what the replicas combine of these."""
 
-    def __init__(self, replicas: int, rows: int) -> None:
+    def __init__(self, replicas: int, rows: int, normalizes: bool) -> None:
         super().__init__(replicas)
-        self._rows = rows
+        self._rows, self._normalizes = rows, normalizes
 
     def constant(self, value: Any) -> Mark:
         is_number = np.ndim(value) == 0 and np.isrealobj(value) and not isinstance(value, jax.Array)
@@ -125,7 +145,7 @@ class _MeanWalk(RemarkWalk):
         if name == "integer_pow" and eqn.params["y"] == 1:  # in moments of optax
             name = "copy"
         if not mark or names_axis(eqn, DATA):
-            mark = MIRRORED
+            mark = frozenset(Combined(word.at) for word in mark if isinstance(word, MixedRows))
         elif mark & _ROWS:
             mark = self._of_rows(name, eqn, marks)
         else:
@@ -139,7 +159,9 @@ class _MeanWalk(RemarkWalk):
 
     def _in(self, aval: Any, mark: Mark) -> Mark:
         if mark & _ROWS and not _weights(mark):
-            return mark if self._has_rows(aval.shape, mark) else MIRRORED
+            if self._has_rows(aval.shape, mark):
+                return mark
+            mark = _nonlinear(mark, MixedRows)
         return mark if jnp.issubdtype(aval.dtype, jnp.number) else MIRRORED
 
     def _has_rows(self, shape: tuple[int, ...], mark: Mark) -> bool:
@@ -176,37 +198,73 @@ class _MeanWalk(RemarkWalk):
         for divisor in (size, rows) if has_all else (size,):
             if divisor in others:
                 others.remove(divisor)
-                has_rows = has_all or rows % shape[0] == 0
+                has_rows = has_all or (shape[0] > 1 and rows % shape[0] == 0)
                 return has_rows and all(round(other) % replicas for other in others)
         return False
 
     def _of_rows(self, name: str, eqn: Any, marks: Marks) -> Mark:
         """Returns the mark of an operation on the rows of a share."""
+        dim = _dim_of_rows(name, eqn, marks)
         if weights := _weights(union(marks)):
             is_sum = any(_weights(m) and sums_over_rows(eqn, k) for k, m in enumerate(marks))
-            return frozenset(ShareMean(word.at) for word in weights) if is_sum else _ROWS | weights
+            moves = name == "broadcast_in_dim" and dim != 0  # of a mean in each example
+            kept = MIRRORED if moves else _ROWS | weights
+            return frozenset(ShareMean(word.at) for word in weights) if is_sum else kept
         if name == "stack" and eqn.params["axis"] == 0:
             return MIRRORED
+        mixed = self._mixed(name, eqn, marks)
         if name == "sub" and marks[0] & _ROWS and _of_one_share(marks[1]):
-            return marks[0] | {_Centered(self.at())}  # the mean of their squares is a variance
-        shape, axes = eqn.invars[0].aval.shape, eqn.params.get("axes", ())
-        if marks[0] & _ROWS and self._has_rows(shape, marks[0]):
-            centered = frozenset(NonlinearShare(w.at) for w in marks[0] if isinstance(w, _Centered))
-            if name == "reduce_sum" and 0 in axes:
-                return centered or frozenset({_Total(prod(shape[axis] for axis in axes))})
-            is_sort = name == "sort" and eqn.params["dimension"] == 0
-            is_sort = is_sort or (name == "top_k" and len(shape) == 1)
-            if is_sort or (name in OVER_ROWS and 0 in axes):
-                return frozenset({NonlinearShare(self.at())})
-        if name == "dot_general" and any(
-            m & _ROWS and sums_over_rows(eqn, k) for k, m in enumerate(marks)
-        ):
-            return frozenset({_Total(self._rows)})
+            mixed |= marks[0] | {_Centered(self.at())}  # the mean of their squares is a variance
+            return mixed
+        weighted = name == "dot_general" and dim == 0 and mixed  # as by attention to all rows
+        if not weighted and (over := self._over_rows(name, eqn, marks)) is not None:
+            return over
+        if dim != 0:
+            return _nonlinear(mixed, MixedRows) | (MIRRORED if dim is None else {_Across(str(dim))})
         is_square = name in _SQUARES and eqn.invars[0] is eqn.invars[-1]
         merged: Mark = frozenset(word for word in union(marks) if isinstance(word, _Merged))
         if name == "reshape" and (length := eqn.outvars[0].aval.shape[:1]):
             merged |= {_Merged(length[0])} if length[0] % self._rows == 0 else MIRRORED
-        return (marks[0] if is_square else _ROWS) | merged
+        return (marks[0] if is_square else _ROWS) | merged | mixed
+
+    def _over_rows(self, name: str, eqn: Any, marks: Marks) -> Mark | None:
+        """Returns the mark of a sum, maximum or sort over the rows; None for other operations."""
+        if name == "dot_general" and any(
+            m & _ROWS and sums_over_rows(eqn, k) for k, m in enumerate(marks)
+        ):
+            return _nonlinear(union(marks), MixedRows, _Centered) or frozenset({_Total(self._rows)})
+        shape, axes = eqn.invars[0].aval.shape, eqn.params.get("axes", ())
+        if not (marks[0] & _ROWS and self._has_rows(shape, marks[0])):
+            return None
+        if name == "reduce_sum" and 0 in axes:
+            total = frozenset({_Total(prod(shape[axis] for axis in axes))})
+            return _nonlinear(marks[0], MixedRows, _Centered) or total
+        if name == "sort" and eqn.params["dimension"] == 0:
+            mixed: Mark = frozenset(word for word in marks[0] if isinstance(word, MixedRows))
+            # Examples are also sorted by whole numbers, as of experts or lengths, and put back later.
+            is_rank = mixed or jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating)
+            at = self.at()
+            return _ROWS | mixed | {MixedRows(at)} if is_rank else frozenset({NonlinearShare(at)})
+        if name == "top_k" and len(shape) == 1:
+            return frozenset({NonlinearShare(self.at())})
+        return frozenset({_Extreme(self.at())}) if name in OVER_ROWS and 0 in axes else None
+
+    def _mixed(self, name: str, eqn: Any, marks: Marks) -> Mark:
+        """Returns the marks of rows that depend on others, and that of an operation that mixes them."""
+        # The indices of a gather may sort rows, which are put back later.
+        before = union(marks[:1] if name == "gather" else marks)
+        mixed: Mark = frozenset(word for word in before if isinstance(word, MixedRows))
+        is_mixed = any(isinstance(word, _Across) for m in marks for word in m)
+        is_mixed = is_mixed and name in _MIXES | _COMPARES
+        if name in _MIXES and not self._normalizes:
+            scales = name in ("div", "mul")
+            shares = (m for m in marks if not m & _ROWS)
+            is_mixed |= any(_of_one_share(m, extremes=scales) for m in shares)
+        if name == "dot_general":
+            used = zip(*eqn.params["dimension_numbers"], strict=True)
+            dims = [(_dim(m), {*c, *b}) for m, (c, b) in zip(marks, used, strict=True)]
+            is_mixed = all(dim is not None and dim not in by for dim, by in dims)
+        return mixed | {MixedRows(self.at())} if is_mixed else mixed
 
     def _of_means(self, name: str, numbers: Sequence[float | None], marks: Marks) -> Mark:
         """Returns the mark of an operation on sums and means."""
@@ -216,7 +274,7 @@ class _MeanWalk(RemarkWalk):
             number = numbers[1] if name == "div" or numbers[1] is not None else numbers[0]
             if number:
                 return self._divided(mark, number if name == "div" else 1 / number)
-            is_nonlinear = all(marks)  # a product or ratio of two
+            is_nonlinear = all(marks) or (name == "div" and bool(marks[1]))
         else:
             is_nonlinear = name in _NONLINEAR
         if is_nonlinear:
@@ -225,7 +283,10 @@ class _MeanWalk(RemarkWalk):
         # A count that is kept from being 0, as by jnp.maximum(count, 1), is still one.
         is_total = all(m or n is not None for m, n in zip(marks, numbers, strict=True))
         kept = (_OfShares, _Total) if is_total else _OfShares
-        return frozenset(word for word in mark if name in _LINEAR and isinstance(word, kept))
+        across = frozenset(
+            word for word in mark if name in _IDENTITIES and isinstance(word, _Across)
+        )
+        return across | {w for w in mark if name in _LINEAR and isinstance(w, kept)}
 
     def _divided(self, mark: Mark, number: float) -> Mark:
         """Returns the mark of a value divided by a number."""
@@ -262,6 +323,34 @@ def _over_replicas(mark: Mark) -> Mark:
     }
 
 
-def _of_one_share(mark: Mark) -> bool:
+def _of_one_share(mark: Mark, *, extremes: bool = True) -> bool:
     """True if a value is computed from sums or means over one replica's examples."""
-    return any(isinstance(word, (_Total, ShareMean, NonlinearShare)) for word in mark)
+    known = (word for word in mark if extremes or not isinstance(word, _Extreme))
+    return any(isinstance(word, (_Total, ShareMean, NonlinearShare)) for word in known)
+
+
+def _nonlinear(mark: Mark, *kinds: type[_OfShares]) -> Mark:
+    """Returns the mark of sums of rows with marks of these kinds."""
+    return frozenset(NonlinearShare(word.at) for word in mark if isinstance(word, kinds))
+
+
+def _dim(mark: Mark) -> int | None:
+    """Returns the dim of a value that has the rows of a share."""
+    across = (int(word) for word in mark if isinstance(word, _Across))
+    return 0 if mark & _ROWS else next(across, None)
+
+
+def _dim_of_rows(name: str, eqn: Any, marks: Marks) -> int | None:
+    """Returns the dim of the result that has the rows of the operands, if it is known."""
+    if name == "transpose":
+        return int(eqn.params["permutation"].index(0))
+    if name == "broadcast_in_dim":
+        return int(eqn.params["broadcast_dimensions"][0])
+    if name != "dot_general":
+        return 0
+    contracted, batched = eqn.params["dimension_numbers"]
+    if batched[0]:
+        firsts = [m & _ROWS and dims[0] == 0 for m, dims in zip(marks, batched, strict=True)]
+        return 0 if any(firsts) else None
+    left = len(contracted[0]) < eqn.invars[0].aval.ndim
+    return 0 if marks[0 if left else 1] & _ROWS else None

@@ -20,6 +20,7 @@ from distribute_jax.program._aggregation import MERGE_BY_TYPE, Combine, is_sum_o
 from distribute_jax.program._jaxprs import RANDOM, equations, line, names_axis, variables
 from distribute_jax.program._mean_walk import (
     Combined,
+    MixedRows,
     NonlinearShare,
     ShareMean,
     SumOfMeans,
@@ -107,6 +108,11 @@ _NONLINEAR = (
     "compute then, such as jnp.sqrt(all_reduce('mean', mean)), all_reduce('sum', total) / all_reduce('sum', "
     "count), or all_gather(values).max()."
 )
+_MIXED_ROWS = (
+    "%s returned %s, whose rows depend at %s on the other examples of a replica's share, as by their mean, "
+    "norm or rank, and so are not those of the whole batch. Combine first, as x - all_reduce('mean', "
+    "x.mean(0)), or compare with the rows of all replicas, all_gather(x)."
+)
 _SUM_OF_GRADIENTS = (
     "%s updates %s by the sum over the replicas of gradients of the mean that each took over its examples at "
     "%s: %s times those of one device. Take dj.compute_average_loss(losses) as the loss, or combine "
@@ -154,7 +160,9 @@ def remarks(
     notices += [Notice(_PART_IN_CALLBACK, where, where[0]) for where in parts.callbacks]
     if options.check_sync:
         notices += _parts_in_state(call, traced, parts, combine)
-    means = _means_of_shares(call, traced)
+    # Batch norm divides by the statistics of a share by design, and averages them.
+    normalizes = bool(new_state) or not {Combine.MEAN, Combine.FIRST}.isdisjoint(combine)
+    means = _means_of_shares(call, traced, normalizes)
     if not results_are_parts.get():  # ``fit`` compares results itself
         notices += _combined_means(call, traced, means[len(combine) :], new_state)
     if not _may_be_compared(call, traced, combine):
@@ -163,7 +171,7 @@ def remarks(
     return tuple(notices), tuple(shares[len(combine) :])
 
 
-def _means_of_shares(call: Call, traced: Traced) -> list[Mark]:
+def _means_of_shares(call: Call, traced: Traced, normalizes: bool) -> list[Mark]:
     data, outs = call.arguments.data, traced.jaxpr.jaxpr.outvars
     is_batch = [isinstance(x, PerReplica) and x.layout is Layout.JOINED for x in data]
     rows = {x.part_shape[0] for x, joined in zip(data, is_batch, strict=True) if joined}
@@ -171,7 +179,8 @@ def _means_of_shares(call: Call, traced: Traced) -> list[Mark]:
         return [MIRRORED] * len(outs)
     before, after = sum(traced.sizes[:2]), traced.sizes[3]
     inputs = [*[False] * before, *is_batch, *[False] * after]
-    return means_of_shares(traced.jaxpr, inputs, num_replicas(call.mesh), rows.pop())
+    replicas = num_replicas(call.mesh)
+    return means_of_shares(traced.jaxpr, inputs, replicas, rows.pop(), normalizes=normalizes)
 
 
 def _combined_means(
@@ -185,6 +194,8 @@ def _combined_means(
                 yield Notice(_NONLINEAR, (step, result, replicas, word.at), word.at)
             elif isinstance(word, SumOfMeans):
                 yield Notice(_SUM_OF_MEANS, (step, result, word.at, replicas), word.at)
+            elif isinstance(word, MixedRows):
+                yield Notice(_MIXED_ROWS, (step, result, word.at), word.at)
 
 
 def _may_be_compared(call: Call, traced: Traced, combine: Sequence[Combine]) -> bool:

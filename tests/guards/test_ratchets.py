@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_558,
-    lines_of_tests: 51_032,
+    lines: 51_658,
+    lines_of_tests: 51_120,
     files: 205,
     pieces: 0,
     private_words: 0,

@@ -55,8 +55,60 @@ NONLINEAR: dict[str, Callable[[jax.Array], Any]] = {
     ),
     "a function of what is combined": lambda x: jnp.exp(all_reduce("mean", jnp.log((x**2).mean()))),
     "a ratio of products": lambda x: all_reduce("mean", (x[:, 0] @ x[:, 1]) / (x[:, 0] @ x[:, 0])),
+    "a reciprocal": lambda x: all_reduce("mean", 1 / (x**2).mean()),
+    "pairs of examples": lambda x: all_reduce("mean", jnp.exp(x @ x.T).mean()),
+    "gathered rows that were centered": lambda x: dj.get_replica_context().all_gather(
+        x - x.mean(0), axis=0
+    ),
     "the norm of a sum": lambda x: all_reduce("sum", jnp.linalg.norm(x.sum(0))),
 }
+
+MIXED: dict[str, Callable[[jax.Array], Any]] = {
+    "centered": lambda x: x - x.mean(0),
+    "standardized": lambda x: jnp.tanh((x - x.mean()) / x.std()),
+    "divided by a norm": lambda x: x / jnp.linalg.norm(x, axis=0),
+    "softmax": lambda x: jax.nn.softmax(x, axis=0),
+    "from 0 to 1": lambda x: (x - x.min(0)) / (x.max(0) - x.min(0)),
+    "imputed": lambda x: jnp.where(x > 0, x, x.mean(0)),
+    "ranks": lambda x: jnp.argsort(jnp.argsort(x[:, 0])),
+    "weights of classes": lambda x: x[:, 0] * (1 / (x[:, 0] > 0).sum()),
+    "similarities": lambda x: x @ x.T,
+    "attention": lambda x: jax.nn.softmax(x @ x.T) @ x,
+    "distances": lambda x: ((x[:, None] - x[None]) ** 2).sum(-1),
+    "in-batch negatives": lambda x: optax.softmax_cross_entropy_with_integer_labels(
+        x @ x.T, jnp.arange(len(x))
+    ),
+}
+
+
+def time_first(x: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Applies a function to sequences as long as a share has rows, with the time as dim 0."""
+    return jnp.swapaxes(function(jnp.swapaxes(x[:, None] * jnp.ones((4, 1)), 0, 1)), 0, 1)
+
+
+def dispatched(x: jax.Array) -> jax.Array:
+    """Gathers the rows of each expert, as by a sum of products, and puts them back."""
+    mask = jax.nn.one_hot(x.argmax(1), 3)
+    place = jax.nn.one_hot((jnp.cumsum(mask, 0) * mask).sum(1).astype(int) - 1, len(x))
+    mask = mask[:, :, None] * place[:, None]
+    return jnp.einsum("tec,ecd->td", mask, jnp.tanh(jnp.einsum("tec,td->ecd", mask, x)))
+
+
+PER_EXAMPLE: dict[str, Callable[[jax.Array], Any]] = {
+    "centered features": lambda x: x - x.mean(1, keepdims=True),
+    "centered over the batch": lambda x: x - all_reduce("mean", x.mean(0)),
+    "centered over time": lambda x: time_first(x, lambda x: x - x.mean(0)),
+    "softmax over time": lambda x: time_first(x, lambda x: jax.nn.softmax(x, axis=0)),
+    "a softmax with the range of all": lambda x: jnp.exp(x - x.max()) / jnp.exp(x - x.max()).sum(1)[:, None],
+    "similarities to all": lambda x: x @ dj.get_replica_context().all_gather(x, axis=0).T,
+    "distances to as many centers": lambda x: ((x[:, None] - jnp.ones((4, 3))) ** 2).sum(-1),
+    "pairs of features": lambda x: x[:, :, None] - x[:, None],
+    "put back after a sort": lambda x: (lambda order: x[order][jnp.argsort(order)])(
+        jnp.argsort(x.argmax(1))
+    ),
+    "sent to experts": dispatched,
+}  # fmt: skip
+
 
 RIGHT: dict[str, Callable[[jax.Array], Any]] = {
     "a mean of means": lambda x: all_reduce("mean", x.mean()),
@@ -68,6 +120,12 @@ RIGHT: dict[str, Callable[[jax.Array], Any]] = {
     ),
     "reshaped rows by the elements of all": lambda x: all_reduce("sum", x.ravel().sum() / X.size),
     "a loss": lambda x: all_reduce("sum", dj.compute_average_loss(x[:, 0])),
+    "a gradient of a mean in each example, of as many items as rows": lambda x: all_reduce(
+        "sum",
+        dj.compute_average_loss(
+            jax.vmap(jax.grad(lambda v: jnp.mean((v * jnp.ones(REPLICAS)) ** 2)))(x[:, 0]) ** 2
+        ),
+    ),
     "a count in a loop": lambda x: jax.lax.fori_loop(
         0, 2, lambda i, c: c - all_reduce("sum", x.sum()) / c, 4.0
     ),
@@ -127,6 +185,36 @@ def test_a_function_of_the_mean_of_each_share_is_logged(
     [text] = logged(caplog, lambda: trace_only(lambda: s4.run(NONLINEAR[kind], (batch(s4),))))
     assert "combines what each of the 4 replicas computed at test_means_of_shares.py" in text
     assert "Reduce first and compute then" in text
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_rows_that_depend_on_their_share_are_logged(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, kind: str
+):
+    """No state shows that they are not those of the whole batch."""
+    [text] = logged(caplog, lambda: s4.run(MIXED[kind], args=(batch(s4),)))[:1]
+    assert "returned result, whose rows depend at test_means_of_shares.py" in text
+    assert "Combine first, as x - all_reduce('mean', x.mean(0))" in text
+
+
+@pytest.mark.parametrize("kind", PER_EXAMPLE)
+def test_rows_that_depend_on_their_example_are_not_logged(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, kind: str
+):
+    one, several = dj.OneDeviceStrategy(0), list[Any]()
+    assert not logged(caplog, lambda: several.append(s4.run(PER_EXAMPLE[kind], args=(batch(s4),))))
+    expected = one.run(PER_EXAMPLE[kind], args=(batch(one),))
+    np.testing.assert_allclose(s4.gather(several[0], axis=0), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_batch_norm_while_training_is_not_taken_for_mixed_rows(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
+):
+    """It normalizes by the statistics of a share by design, which its warning says."""
+    with s4.scope():
+        norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    texts = logged(caplog, lambda: s4.run(lambda x: norm(x), args=(batch(s4),)))
+    assert not [text for text in texts if "rows depend" in text]
 
 
 @pytest.mark.parametrize("kind", RIGHT)
