@@ -221,22 +221,22 @@ def name(eqn: Any) -> str:
 def line(eqn: Any, *, full_path: bool = False) -> str:
     """Returns the user's line that made the equation, as ``file:line``; else one of another library."""
     known = user_line(eqn, full_path=full_path) or str(eqn.source_info.name_stack)
-    others = (frame for frame in _frames(eqn) if not frame.startswith((_PACKAGE, "<frozen")))
+    others = (frame for frame in frames(eqn) if not frame.startswith((_PACKAGE, "<frozen")))
     return known or next(others, "an unknown line").rpartition(_INSTALLED)[2].lstrip("/\\")
 
 
 def user_line(eqn: Any, *, full_path: bool = False) -> str | None:
     """Returns the user's line, or None if a library traced the function by itself."""
-    for frame in _frames(eqn):
+    for frame in frames(eqn):
         if not frame.startswith((_PACKAGE, "<frozen")) and _INSTALLED not in frame:
             return frame if full_path else Path(frame).name
     return None
 
 
-def _frames(eqn: Any) -> Iterator[str]:
+def frames(eqn: Any) -> Iterator[str]:
     """Returns the traceback of an equation as ``file:line``, outermost first."""
-    frames = source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()
-    matches = filter(None, map(_FRAME.fullmatch, reversed(frames)))
+    lines = source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()
+    matches = filter(None, map(_FRAME.fullmatch, reversed(lines)))
     return (f"{match['file']}:{match['line']}" for match in matches)
 
 

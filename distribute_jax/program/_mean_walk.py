@@ -223,7 +223,8 @@ class _MeanWalk(RemarkWalk):
             return _nonlinear(mixed, MixedRows) | (MIRRORED if dim is None else {_Across(str(dim))})
         is_square = name in _SQUARES and eqn.invars[0] is eqn.invars[-1]
         merged: Mark = frozenset(word for word in union(marks) if isinstance(word, _Merged))
-        if name == "reshape" and (length := eqn.outvars[0].aval.shape[:1]):
+        joins = name == "reshape" or (name == "concatenate" and all(m & _ROWS for m in marks))
+        if joins and (length := eqn.outvars[0].aval.shape[:1]):
             merged |= {_Merged(length[0])} if length[0] % self._rows == 0 else MIRRORED
         return (marks[0] if is_square else _ROWS) | merged | mixed
 

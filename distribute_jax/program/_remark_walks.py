@@ -14,6 +14,7 @@ from distribute_jax._mesh import DATA
 from distribute_jax.collectives._markers import part_of_mean_p
 from distribute_jax.program._jaxprs import (
     equations,
+    frames,
     line,
     names_axis,
     user_line,
@@ -42,6 +43,9 @@ SCATTER_ADDS = frozenset({"scatter-add", "scatter_add"})
 OVER_ROWS = frozenset({"argmax", "argmin", "reduce_max", "reduce_min", "reduce_prod"})
 
 
+_COLLECTIVES = "/distribute_jax/collectives/"
+
+
 class Part(str):
     """The mark of a part of a mean: the line that made it."""
 
@@ -50,6 +54,18 @@ class Part(str):
 
 class ScaledPart(Part):
     """The mark of a value computed from a part, which may be a complete mean by that."""
+
+    __slots__ = ()
+
+
+class _SummedPart(str):
+    """The mark of the sum of parts over the replicas, which is the mean: the line that made the parts."""
+
+    __slots__ = ()
+
+
+class MeanOfParts(str):
+    """The mark of a mean of parts over the replicas: the line that made the parts."""
 
     __slots__ = ()
 
@@ -73,6 +89,8 @@ class Parts:
 
     outputs: list[frozenset[Part]]
     """For each output of the program, the parts in it."""
+    too_small: list[frozenset[MeanOfParts]]
+    """For each output of the program, the means of parts in it."""
     callbacks: list[tuple[str, str]]
     """The lines of callbacks that get a part, with the line that made the part."""
 
@@ -107,10 +125,12 @@ class RemarkWalk(ReplicationWalk):
 def parts_of_means(jaxpr: Any, replicas: int) -> Parts:
     """Follows the results of ``compute_average_loss``."""
     if not any(eqn.primitive is part_of_mean_p for eqn in equations(jaxpr.jaxpr)):
-        return Parts([frozenset()] * len(jaxpr.jaxpr.outvars), [])
+        nothing = [frozenset[Any]()] * len(jaxpr.jaxpr.outvars)
+        return Parts(nothing, nothing, [])
     walk = _PartWalk(replicas)
     outs = walk.run(jaxpr, [MIRRORED] * len(jaxpr.jaxpr.invars))
-    return Parts([_parts(mark) for mark in outs], sorted(walk.callbacks))
+    means = [frozenset(word for word in mark if isinstance(word, MeanOfParts)) for mark in outs]
+    return Parts([_parts(mark) for mark in outs], means, sorted(walk.callbacks))
 
 
 class _PartWalk(RemarkWalk):
@@ -125,8 +145,12 @@ class _PartWalk(RemarkWalk):
         if eqn.primitive is part_of_mean_p:
             return [frozenset({Part(self.at())})]
         if name == "cross_device_sum" or names_axis(eqn, DATA):
-            return [MIRRORED] * len(eqn.outvars)
-        if not any(marks) and name not in RULES and name not in SHAPES:
+            is_sum = name in ("cross_device_sum", "psum", "psum_invariant")
+            return [_summed(mark) if is_sum else MIRRORED for mark in marks]
+        if any(isinstance(word, (_SummedPart, MeanOfParts)) for word in union(marks)):
+            if name not in RULES:
+                return [self._after_sum(name, eqn, marks)] * len(eqn.outvars)
+        elif not any(marks) and name not in RULES and name not in SHAPES:
             return [MIRRORED] * len(eqn.outvars)
         parts = _parts(union(marks))
         if name in _CALLBACKS:
@@ -140,6 +164,15 @@ class _PartWalk(RemarkWalk):
         mark = self._mark_of_parts(name, eqn, marks) if parts else MIRRORED
         floating = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.outvars]
         return [mark if is_float else MIRRORED for is_float in floating]
+
+    def _after_sum(self, name: str, eqn: Any, marks: Marks) -> Mark:
+        """Returns the mark of what is computed from a sum of parts; ``all_reduce("mean")`` divides it."""
+        number = number_of(eqn.invars[-1], marks[-1]) if name == "div" else None
+        is_mean = any(_COLLECTIVES in frame for frame in frames(eqn))
+        if is_mean and number == self.axis_size > 1:
+            return frozenset(MeanOfParts(w) for w in marks[0] if isinstance(w, _SummedPart))
+        kept = (Part, _SummedPart, MeanOfParts)
+        return frozenset(w for w in union(marks) if name in KEEPS and isinstance(w, kept))
 
     def _mark_of_parts(self, name: str, eqn: Any, marks: list[Mark]) -> Mark:
         parts = _parts(union(marks))
@@ -157,6 +190,10 @@ class _PartWalk(RemarkWalk):
 
 def _parts(mark: Mark) -> frozenset[Part]:
     return frozenset(word for word in mark if isinstance(word, Part))
+
+
+def _summed(mark: Mark) -> Mark:
+    return frozenset(_SummedPart(part) for part in _parts(mark) if not isinstance(part, ScaledPart))
 
 
 def number_of(atom: Any, mark: Mark) -> float | None:

@@ -102,6 +102,10 @@ _SUM_OF_MEANS = (
     "the mean over the batch. Write all_reduce('mean', ...), or all_reduce('sum', ...) of "
     "dj.compute_average_loss(values) with one value for each example."
 )
+_MEAN_OF_PARTS = (
+    "%s returned %s, the mean over the replicas of what compute_average_loss returned at %s, which is a part "
+    "of the mean over the batch: %s times too small. Write all_reduce('sum', loss)."
+)
 _NONLINEAR = (
     "%s returned %s, which combines what each of the %s replicas computed at %s from its examples by more "
     "than a sum, as a root, a ratio or a maximum, and so is not the value for the batch. Reduce first and "
@@ -165,6 +169,13 @@ def remarks(
     means = _means_of_shares(call, traced, normalizes)
     if not results_are_parts.get():  # ``fit`` compares results itself
         notices += _combined_means(call, traced, means[len(combine) :], new_state)
+        names = zip(traced.results.names, parts.too_small[len(combine) :], strict=True)
+        facts = step_name(call.fn), str(num_replicas(call.mesh))
+        notices += [
+            Notice(_MEAN_OF_PARTS, (facts[0], name, str(word), facts[1]), str(word))
+            for name, words in names
+            for word in sorted(words)
+        ]
     if not _may_be_compared(call, traced, combine):
         notices += _summed_gradients(call, traced, combine, means, new_state)
     shares = [_share(*marks) for marks in zip(parts.outputs, means, strict=True)]

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_658,
-    lines_of_tests: 51_120,
+    lines: 51_707,
+    lines_of_tests: 51_138,
     files: 205,
     pieces: 0,
     private_words: 0,

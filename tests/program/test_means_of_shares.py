@@ -57,6 +57,9 @@ NONLINEAR: dict[str, Callable[[jax.Array], Any]] = {
     "a ratio of products": lambda x: all_reduce("mean", (x[:, 0] @ x[:, 1]) / (x[:, 0] @ x[:, 0])),
     "a reciprocal": lambda x: all_reduce("mean", 1 / (x**2).mean()),
     "pairs of examples": lambda x: all_reduce("mean", jnp.exp(x @ x.T).mean()),
+    "pairs of two views": lambda x: all_reduce(
+        "mean", jax.nn.logsumexp(jnp.concatenate([x, -x]) @ jnp.concatenate([x, -x]).T, 1).mean()
+    ),
     "gathered rows that were centered": lambda x: dj.get_replica_context().all_gather(
         x - x.mean(0), axis=0
     ),
@@ -175,6 +178,21 @@ def test_a_sum_of_rows_and_features_by_the_rows_is_a_mean(
 
     [text] = logged(caplog, lambda: s2.run(step, args=(batch(s2),)))
     assert "2 times the mean over the batch" in text
+
+
+def test_the_mean_of_parts_is_logged(s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture):
+    """It is the mean over the batch by the replicas once more; a sum by as many tasks is not."""
+
+    def step(x: jax.Array) -> Any:
+        part = dj.compute_average_loss(x[:, 0])
+        mean = all_reduce("mean", (part, REPLICAS * part))
+        return {"loss": mean[0] + 1.0, "sum": all_reduce("sum", part) / 4, "times": mean[1]}
+
+    [text] = logged(caplog, lambda: s4.run(step, args=(batch(s4),)))
+    assert (
+        "returned result['loss'], the mean over the replicas of what compute_average_loss" in text
+    )
+    assert "4 times too small. Write all_reduce('sum', loss)" in text
 
 
 @pytest.mark.parametrize("kind", NONLINEAR)
