@@ -145,8 +145,8 @@ class _PartWalk(RemarkWalk):
         if eqn.primitive is part_of_mean_p:
             return [frozenset({Part(self.at())})]
         if name == "cross_device_sum" or names_axis(eqn, DATA):
-            is_sum = name in ("cross_device_sum", "psum", "psum_invariant")
-            return [_summed(mark) if is_sum else MIRRORED for mark in marks]
+            is_sum = name in ("psum", "psum_invariant") or len(marks) == len(eqn.outvars) == 1
+            return list(map(_summed, marks)) if is_sum else [MIRRORED] * len(eqn.outvars)
         if any(isinstance(word, (_SummedPart, MeanOfParts)) for word in union(marks)):
             if name not in RULES:
                 return [self._after_sum(name, eqn, marks)] * len(eqn.outvars)
