@@ -1,8 +1,13 @@
-"""Caches the compiled programs of a strategy: looks them up at each call of ``run``, or builds them."""
+"""Caches the compiled programs of a strategy: looks them up at each call of ``run``, or builds them.
+
+A newly compiled step that differs from one device by design is logged, once for each reason.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +15,14 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+from flax import nnx
 
 from distribute_jax import _context
 from distribute_jax._errors import LoweringError, warn_user
 from distribute_jax._mesh import num_replicas
 from distribute_jax.processes import COMPILING, doing
 from distribute_jax.program._across_processes import CallLog, agree_on_values, check_same_program
+from distribute_jax.program._aggregation import Combine
 from distribute_jax.program._ahead_of_time import StepPlan, plan_step
 from distribute_jax.program._arguments import Arguments, RepeatedArguments, check_function
 from distribute_jax.program._binding import (
@@ -27,7 +34,7 @@ from distribute_jax.program._binding import (
 )
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._capture import Captures, captures
-from distribute_jax.program._failures import Notices
+from distribute_jax.program._jaxprs import needed_only
 from distribute_jax.program._options import (
     UNVERIFIED,
     RunOptions,
@@ -36,12 +43,15 @@ from distribute_jax.program._options import (
 )
 from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import Program, build, preparing
+from distribute_jax.program._remarks import Notice
+from distribute_jax.program._replica_context import draws_per_replica
 from distribute_jax.program._state_placement import divide_state, place_state
 from distribute_jax.program._trace import Call, created_again_error, store_first_values
 from distribute_jax.program._trace_errors import explain_compile_errors, step_name
 
 _MAX_PROGRAMS = 64
 _NO_CALL: Any = (None, None, None)
+_log = logging.getLogger("distribute_jax")
 
 _NEEDS_REPLICATED = """\
 RunOptions(lowering="{lowering}") replicates all state on each device, but under {strategy} the replicas \
@@ -321,3 +331,65 @@ def _argument_facts(arguments: Arguments) -> dict[str, Any]:
         else:
             described[name] = type(leaf).__name__
     return described
+
+
+_STATISTICS = (
+    "%s (%s) uses the statistics of each replica's share of the batch and averages its running "
+    "statistics, so this step is not exactly that of one device. For statistics of the whole batch make "
+    'it with axis_name="data".'
+)
+_MEAN = (
+    "%s (%s) ends a step as the mean of the replicas' values, each computed from its share of the batch, so "
+    "this step is not exactly that of one device. For the value of the whole batch, combine in the step "
+    'what it is computed from: dj.get_replica_context().all_reduce("mean", statistics).'
+)
+_RANDOM = (
+    "%s (%s) draws different random numbers on each replica, so this step is not exactly that of one "
+    "device. To compare runs, turn randomness off with model.eval(), or let the stream draw the same "
+    "numbers on all replicas with dj.same_on_all_replicas(stream)."
+)
+
+
+class Notices:
+    """Logs each notice once."""
+
+    def __init__(self) -> None:
+        self._logged: set[tuple[str, Any]] = set()
+
+    def log(self, binding: Binding, program: Program, *, expects_random: bool) -> None:
+        """Logs why a newly compiled step differs from one device; random numbers as info if expected."""
+        for notice in _notices(binding, program):
+            if notice.key not in self._logged:
+                self._logged.add(notice.key)
+                is_expected = expects_random and notice.text is _RANDOM
+                level = logging.INFO if is_expected else logging.WARNING
+                _log.log(level, notice.text, *notice.named)
+
+
+def _notices(binding: Binding, program: Program) -> Iterator[Notice]:
+    rules = iter(program.plan.combine)
+    nodes = dict(zip(binding.node_names, binding.nodes, strict=True))
+    traced = program.traced
+    jaxpr = traced.jaxpr.jaxpr
+    _, needed = needed_only(jaxpr, range(len(jaxpr.outvars)))
+    starts = zip(binding.variables, traced.input_starts, strict=False)
+    # Keys that are drawn and not used, as an RNN's for its first carry, which is zeros.
+    ignored = {id(v) for v, start in starts if isinstance(v, nnx.RngKey) and start not in needed}
+    for index, size in zip(program.written, traced.written_sizes, strict=True):
+        rule = list(itertools.islice(rules, size))
+        variable, name = binding.variables[index], binding.names[index]
+        owner = name.rpartition(".")[0]
+        node = nodes[owner]() if owner in nodes else None
+        # A variable may be captured by itself.
+        path, about = (owner, node) if node is not None else (name, variable)
+        named = (path, type(about).__name__)
+        if Combine.MEAN in rule:
+            yield Notice(_STATISTICS if hasattr(node, "axis_name") else _MEAN, named, about)
+        is_ignored = id(getattr(node, "key", None)) in ignored
+        if (
+            isinstance(variable, nnx.RngCount)
+            and draws_per_replica(variable, node)
+            and not is_ignored
+        ):
+            yield Notice(_RANDOM, named, about)
+    yield from program.plan.notices

@@ -35,8 +35,7 @@ from distribute_jax._values import PerReplica, copied_here, mark_all_mirrored
 from distribute_jax.processes import calling
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding, Contents
-from distribute_jax.program._failures import non_finite_kind, step_failure
-from distribute_jax.program._program import Program
+from distribute_jax.program._program import Program, non_finite_kind, step_failure
 from distribute_jax.program._results import rebuild
 from distribute_jax.program._state_placement import fresh_copy
 from distribute_jax.program._trace_errors import explain_compile_errors

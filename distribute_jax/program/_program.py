@@ -1,4 +1,4 @@
-"""A compiled step: its trace, plan and program, the meaning of its flat inputs and outputs, and its time."""
+"""A compiled step: its trace, plan and program, the meaning of its flat inputs and outputs, its errors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from distribute_jax._errors import LoweringError, StepFailedError, log_once
+from distribute_jax._errors import (
+    DeadlineExceededError,
+    LoweringError,
+    StepFailedError,
+    log_once,
+)
 from distribute_jax._mesh import DATA, cores_per_replica, replicas_per_device
 from distribute_jax._messages import error_text, listed
+from distribute_jax.processes import describe_processes
 from distribute_jax.program._in_turn import InTurn, in_turn
 from distribute_jax.program._jaxprs import equations, inputs_of, line, name, variables
 from distribute_jax.program._lowerings import (
@@ -289,3 +295,42 @@ def _donated_arguments(call: Call, traced: Traced, step: FlatStep) -> list[int]:
         for at, value in enumerate(data, first)
         if not step.shardings.split[at] and isinstance(value, jax.Array)
     ]
+
+
+_INTACT = """\
+The compiled step failed while it ran; the state is as before the call.
+The reason: {reason}"""
+
+_NOT_FINITE = """\
+{step} computed a {kind}, which jax.debug_nans or jax.debug_infs forbids. {state}
+To find the line, call the function itself on the batch of one replica, without strategy.run: there JAX \
+stops at the first operation that computes one."""
+
+
+def step_failure(step: str, program: Program, error: Exception, *, lost: bool) -> Exception:
+    """Returns the error of a step that failed while it ran; ``lost`` if its state was donated."""
+    what = str(program.failure(error)) if lost else _INTACT.format(reason=error_text(error))
+    text = str(error)
+    if "Timed out" in text or "DEADLINE_EXCEEDED" in text:
+        return DeadlineExceededError(f"{step}: {what}{describe_processes()}")
+    if kind := non_finite_kind(error):
+        state = what.split("\nThe reason:")[0] if lost else "The state is as before the call."
+        return FloatingPointError(_NOT_FINITE.format(step=step, kind=kind, state=state))
+    return StepFailedError(f"{step}: {what}{describe_processes()}")
+
+
+def non_finite_kind(error: Exception) -> str | None:
+    """Returns ``nan`` or ``inf`` for an error that JAX raises because of its debugging flags."""
+    config: Any = jax.config
+    if not (config.jax_debug_nans or config.jax_debug_infs) or len(error.args) != 2:
+        return None
+    return error.args[1] if error.args[1] in ("nan", "inf") else None
+
+
+@contextmanager
+def naming_step(step: str, program: Program) -> Iterator[None]:
+    """Names the step in failures of the checks, which run it on copies of the state."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise step_failure(step, program, error, lost=False) from error
