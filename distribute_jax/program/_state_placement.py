@@ -110,7 +110,13 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, int, float, complex)
 
 def check_arrays(binding: Binding, *more: type) -> None:
     """Raises ArgumentError for state that is neither an array nor of one of ``more`` types."""
-    held = [*zip(binding.names, read_raw(binding.variables), strict=True)]
+    # An ON_READ variable of a returned state has the components of all replicas.
+    held = [
+        (name, jax.tree.leaves(raw) if keeps_own_values(variable) else raw)
+        for name, variable, raw in zip(
+            binding.names, binding.variables, read_raw(binding.variables), strict=True
+        )
+    ]
     held += [(name, place.get()) for name, place, root in binding.arrays if root is None]
     others = [
         f"{name}: {leaf_text(leaf)}"
