@@ -221,7 +221,7 @@ def combine(stacked: jax.Array, aggregation: VariableAggregation, name: str) -> 
     """Returns the aggregate of the stacked components of a variable."""
     if not isinstance(stacked, jax.core.Tracer) and not stacked.is_fully_addressable:
         # All processes read it together, and each gets a local copy.
-        what = f"reads the ON_READ variable {name!r}"
+        what = f"reading the ON_READ variable {name!r}"
         current_job().actions.record(what)
         with naming_other_processes(what, is_alone=False):
             local = uncommitted(local_copy_of_replicated(stacked))

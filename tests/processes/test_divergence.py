@@ -267,7 +267,7 @@ def checks_alone():
                 "process 1: runs train_step",
             ],
         ),
-        (reads_alone, ["process 1: reads the ON_READ variable 'total'"]),
+        (reads_alone, ["process 1: reading the ON_READ variable 'total'"]),
         (checks_alone, ["process 1: dj.check_in_sync of"]),
     ],
 )
