@@ -70,7 +70,7 @@ def training(
     with strategy.scope():
         blocks = {way: Block(nnx.Rngs(params=0, dropout=seed)) for way in ways}
         optimizers = {
-            way: nnx.Optimizer(blocks[way], optax.sgd(0.1), wrt=nnx.Param) for way in ways
+            way: nnx.Optimizer(blocks[way], optax.sgd(1e-3), wrt=nnx.Param) for way in ways
         }
 
     def trained(way: Any, x: jax.Array) -> jax.Array:
