@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -51,21 +48,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         replicas = parameters.get("strategy")
         if replicas in (2, 8) or (replicas == 1 and not where.startswith(ONE_REPLICA)):
             item.add_marker(pytest.mark.exhaustive)
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Starts the imports of each worker at another file: pytest rewrites asserts once, and not in each."""
-    worker, count = (
-        os.environ.get("PYTEST_XDIST_WORKER"),
-        os.environ.get("PYTEST_XDIST_WORKER_COUNT"),
-    )
-    if worker and [Path(argument).resolve() for argument in session.config.args] == [TESTS]:
-        paths, number = sorted(TESTS.rglob("test_*.py")), int(worker[2:])
-        first, end = (len(paths) * n // int(count or 1) for n in (number, number + 1))
-        for path in paths[first:end]:
-            sys.path.insert(0, str(path.parent))
-            with contextlib.suppress(Exception, pytest.skip.Exception):  # collection reports it
-                importlib.import_module(path.stem)
 
 
 def pytest_collection_finish() -> None:
