@@ -1,4 +1,4 @@
-"""A compiled step: its trace, plan and program, the meaning of its flat inputs and outputs, its errors."""
+"""A compiled step: its trace, plan and program, its flat inputs and outputs, its time and its errors."""
 
 from __future__ import annotations
 

@@ -170,9 +170,9 @@ def remarks(
     if not results_are_parts.get():  # ``fit`` compares results itself
         notices += _combined_means(call, traced, means[len(combine) :], new_state)
         names = zip(traced.results.names, parts.too_small[len(combine) :], strict=True)
-        facts = step_name(call.fn), str(num_replicas(call.mesh))
+        step, replicas = step_name(call.fn), str(num_replicas(call.mesh))
         notices += [
-            Notice(_MEAN_OF_PARTS, (facts[0], name, str(word), facts[1]), str(word))
+            Notice(_MEAN_OF_PARTS, (step, name, str(word), replicas), str(word))
             for name, words in names
             for word in sorted(words)
         ]
