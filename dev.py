@@ -58,7 +58,6 @@ print(json.dumps([version, getattr(sys, "_base_executable", None) or sys.executa
 Python = NamedTuple("Python", [("release", str), ("executable", str), ("fault", str)])
 # An environment: the end of its folder's name, what pip installs, and its only Python or "".
 Contents = NamedTuple("Contents", [("suffix", str), ("packages", List[str]), ("python", str)])
-
 # pip builds the project with the tools that were installed before: pinned, and without network.
 SUITE = Contents("", ["--no-build-isolation", "-e", ".[test]"], "")
 OPTIONAL = ["-r", "constraints/sources-python-3.11.txt"]
@@ -156,22 +155,20 @@ def is_ready(folder: str, contents: Contents = SUITE) -> bool:
         with open(os.path.join(folder, STAMP), encoding="utf-8") as file:
             stamp = file.read()
         release = stamp.partition(" ")[0]
-        fits = stamp == stamp_for(release, contents)
+        fits = stamp == stamp_for(release, contents) and os.access(folder + "/bin/python", os.X_OK)
     except (OSError, ValueError):
         return False
-    fits = fits and matches(release, wanted()[0], contents.python)
-    return fits and os.access(os.path.join(folder, "bin", "python"), os.X_OK)
+    return fits and matches(release, wanted()[0], contents.python)
 
 
 def create(folder: str, contents: Contents) -> None:
     """Makes an environment, marked first and stamped last, in place of one that was made here."""
     python = usable(contents.python)[0]
-    shown = os.path.relpath(folder, ROOT)
     if os.path.islink(folder) or (os.path.isdir(folder) and os.listdir(folder)):
         if os.path.islink(folder) or not os.path.isfile(os.path.join(folder, STAMP)):
             sys.exit(
                 "dev.py: {} is there already and was not made by dev.py, so it is left alone.\n"
-                "Next, use another folder: VENV=.venv-dev python3 dev.py demo".format(shown)
+                "Next, use another folder: VENV=.venv-dev python3 dev.py demo".format(folder)
             )
         shutil.rmtree(folder)
     os.makedirs(folder, exist_ok=True)
@@ -195,14 +192,17 @@ def environment_ready(contents: Contents = SUITE) -> Iterator[str]:
     """Yields the Python of a ready environment, which no other dev.py replaces meanwhile."""
     folder = os.path.join(ROOT, os.environ.get("VENV") or ".venv") + contents.suffix
     os.makedirs(os.path.dirname(folder), exist_ok=True)
-    with open(folder + ".lock", "a") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        while not is_ready(folder, contents):
+    with open(folder + ".lock", "a") as used:
+        fcntl.flock(used, fcntl.LOCK_SH)
+        if not is_ready(folder, contents):
             say("making {} (once: minutes, 1-4 GB) when no other dev.py uses it".format(folder))
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if not is_ready(folder, contents):
-                create(folder, contents)
-            fcntl.flock(file, fcntl.LOCK_SH)
+            fcntl.flock(used, fcntl.LOCK_UN)
+            with open(folder + ".making.lock", "a") as making:  # who waits here waits for no user
+                fcntl.flock(making, fcntl.LOCK_EX)
+                if not is_ready(folder, contents):
+                    fcntl.flock(used, fcntl.LOCK_EX)
+                    create(folder, contents)
+                fcntl.flock(used, fcntl.LOCK_SH)
         yield os.path.join(folder, "bin", "python")
 
 

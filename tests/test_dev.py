@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -339,25 +340,31 @@ def test_venv_variable_names_the_folder(
 
 
 def test_of_two_first_runs_one_installs_and_the_other_waits(repository: FakeRepository) -> None:
-    """And neither replaces an environment that the other uses."""
+    """Which is ready while the first one uses the environment; both wait for an earlier user."""
     repository.add_python("3.13.0")
     script = (
-        f"import dev, sys; dev.ROOT = {str(repository.root)!r}\n"
+        f"import dev, signal, sys; signal.alarm(20); dev.ROOT = {str(repository.root)!r}\n"
         "with dev.environment_ready():\n    print('ready', flush=True)\n    sys.stdin.read()\n"
     )
-    runs = [
-        subprocess.Popen(
-            [sys._base_executable, "-c", script],
-            cwd=REPOSITORY,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
+    with (repository.root / ".venv.lock").open("a") as user:
+        fcntl.flock(user, fcntl.LOCK_SH)
+        runs = [
+            subprocess.Popen(
+                [sys._base_executable, "-c", script],
+                cwd=REPOSITORY,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for _ in range(2)
+        ]
+        said = [run.stdout.readline() for run in runs]
+        assert ["making" in line for line in said] == [True, True]
+        assert not repository.calls()
+    assert [run.stdout.readline() for run in runs] == ["ready\n", "ready\n"]
     for run in runs:
-        out, _ = run.communicate(timeout=60)
-        assert out.endswith("ready\n")
+        run.communicate()
+    assert [run.returncode for run in runs] == [0, 0]
     assert len(repository.calls()) == 2
 
 
