@@ -101,7 +101,7 @@ def test_a_peer_answers_and_ends_when_nobody_asks_any_more(fake: list[str], tmp_
     try:
         assert set(peer.ready(30)) == {"python", "numpy"}
         assert peer.ask({"losses": 2}, 30) == {"losses": [0.0, 0.0]}
-        assert 0.001 <= peer.ask({"turn": 3}, 30)["seconds"] < 0.1
+        assert 0.001 <= peer.ask({"turn": 3}, 30)["seconds"] < 10
         peer._process.stdin.close()
         assert peer._process.wait(10) == 0
         with pytest.raises(PeerError, match="ended with status 0: a framework says hello"):

@@ -62,7 +62,7 @@ def test_an_exception_of_one_process_ends_all_and_is_the_last_line(launch, other
         "--max-restarts=0",
     )
     pid, raised = (line[4:] for line in sorted(launched.out))
-    assert time.monotonic() - float(raised) < 2
+    assert time.monotonic() - float(raised) < 20
     assert not Path(f"/proc/{pid}").exists()
     assert launched.code == 1
     (line,) = launched.said

@@ -953,14 +953,13 @@ def test_workers_can_join_after_an_interrupted_removal(monkeypatch: pytest.Monke
 def test_stop_has_one_deadline_for_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python ends after so many seconds, not after as many for each of them."""
     monkeypatch.setattr(_engines, "_SECONDS_TO_END", 0.3)
-    coordinator, release = queue.Coordinator(8, [], 0.0, jax.devices()[0]), threading.Event()
-
+    coordinator, release = queue.Coordinator(40, [], 0.0, jax.devices()[0]), threading.Event()
     engine = _engines.Engine(coordinator)
     monkeypatch.setattr(engine, "_worker", lambda _: release.wait(SECONDS) and None)
     engine.start()
     begin = time.monotonic()
     engine.stop()
-    assert 0.3 <= time.monotonic() - begin < 1.2
+    assert 0.3 <= time.monotonic() - begin < 8
     release.set()
     engine.stop()
 
