@@ -73,7 +73,7 @@ class Killer:
         # It goes back at most to the last join, so that it has gone on when there are more than before. With
         # a few more the function that was under way is among them: one that loses three workers in a row
         # would be given up.
-        while self.coordinator.stats.version < before + 5 and not self.coordinator.done():
+        while self.coordinator.stats.version < before + 20 and not self.coordinator.done():
             assert time.monotonic() < start + SECONDS
             time.sleep(0.005)
         self.seconds.append(time.monotonic() - start)
@@ -185,9 +185,9 @@ def test_many_kills(one_device: dj.Strategy, staleness: int, engine: str) -> Non
     )
     print("back after", sorted(round(s, 2) for s in killer.seconds))
     assert state[-1] == len(losses) >= 500
-    expected, of_one = trained(one_device, batches(len(losses)))
-    assert np.mean(losses) == pytest.approx(np.mean(of_one), rel=0.05)
+    assert np.mean(losses[-200:]) < 1e-3 * np.mean(losses[:5])  # on one device 2e-6
     if staleness == 0:
+        expected, of_one = trained(one_device, batches(len(losses)))
         assert losses == of_one
         for got, want in zip(state, expected, strict=True):
             np.testing.assert_array_equal(got, want)
