@@ -35,28 +35,35 @@ from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._call import BoundProgram
+from distribute_jax.program._options import RunOptions
 from distribute_jax.program._program import Program
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _MAX_COMPARED_BYTES = 1 << 20
 
 
-def check_same_program(step: str, program: Program, arguments: Arguments, mesh: Mesh) -> str:
+def check_same_program(
+    step: str, program: Program, arguments: Arguments, shardings: Sequence[Any], options: RunOptions,
+    mesh: Mesh,
+) -> str:  # fmt: skip
     """Returns the fingerprint of a program; raises on all processes if their steps differ.
 
-    Host values of up to 1 MiB among the arguments are compared too. In a single process the fingerprint is
-    empty.
+    Where state is stored, the options, and host values of up to 1 MiB are compared too. In a single process
+    the fingerprint is empty.
     """
     job = job_of(mesh)
     if job.is_alone:
         return ""
     text = _text_of(program)
-    facts: list[dict[str, str]] = [
-        json.loads(answer)
-        for answer in job.exchange(
-            "the next step to compile", json.dumps(_facts(step, text, arguments))
-        )
-    ]
+    config: Any = jax.config
+    here = {
+        "options": f"{options}",
+        "sharded state": ", ".join(f"{s.spec}" for s in shardings if s) or "none",
+        "jax_threefry_partitionable": f"{config.jax_threefry_partitionable}",
+        **_facts(step, text, arguments),
+    }
+    answers = job.exchange("the next step to compile", json.dumps(here))
+    facts: list[dict[str, str]] = [json.loads(answer) for answer in answers]
     lines = [line for key in facts[0] for line in _differences(key, [one[key] for one in facts])]
     if not lines:
         return facts[0]["program"]
@@ -114,7 +121,10 @@ def _differences(key: str, values: Sequence[str]) -> list[str]:
     if len(set(values)) == 1:
         return []
     others = [i for i, value in enumerate(values) if value != values[0]]
-    return [f"  {key}: {values[0]} on process 0, {values[i]} on process {i}" for i in others[:3]]
+    return [
+        f"  {key}: {values[0]:.400} on process 0, {values[i]:.400} on process {i}"
+        for i in others[:3]
+    ]
 
 
 def _first_difference(job: Job, text: str) -> list[str]:

@@ -179,7 +179,9 @@ class ProgramCache:
                 self._add(key, program)
             else:  # The step moved variables or arrays: the program is right for this call only.
                 single_call = before.with_arrays(captured)
-        fingerprint = check_same_program(name, program, arguments, self._replicas.mesh)
+        fingerprint = check_same_program(
+            name, program, arguments, placement, request.options, self._replicas.mesh
+        )
         if single_call is not None:
             entry = BoundProgram(program, single_call, name)
             entry.contents = contents

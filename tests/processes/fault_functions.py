@@ -94,6 +94,11 @@ def late_at_a_barrier():
     return "all came"
 
 
+def with_bits_of(process):
+    """Returns the decorator under which keys of threefry have other bits on process 1."""
+    return jax.threefry_partitionable(process == 0)
+
+
 def differing():
     """Programs, shapes and values that differ are an error with both values, before anything runs."""
     strategy = make_strategy()
@@ -108,15 +113,21 @@ def differing():
         mesh,
     )
     outcome = []
-    for step, args in (
-        (make_step(strategy, rate=0.1 * (1 + me))[0], (x,)),
-        (make_step(strategy, width=2 + me)[0], (x,)),
-        (lambda x, scale: x * scale, (x, np.float32(1 + me))),
-        (lambda x: x + me, (odd,)),
-        (lambda x, rows: x.sum() + rows.sum(), (x, rows)),
+    verify = dj.RunOptions(verify="first" if me else "off")
+    sharded = dj.MultiWorkerMirroredStrategy(shard_optimizer_state=bool(me))
+    run = strategy.run
+    for call in (
+        lambda: run(make_step(strategy, rate=0.1 * (1 + me))[0], (x,)),
+        lambda: run(make_step(strategy, width=2 + me)[0], (x,)),
+        lambda: run(lambda x, scale: x * scale, (x, np.float32(1 + me))),
+        lambda: run(lambda x: x + me, (odd,)),
+        lambda: run(lambda x, rows: x.sum() + rows.sum(), (x, rows)),
+        lambda: run(lambda x: x + 2, (x,), options=verify),
+        lambda: sharded.run(make_step(sharded, width=1 << 16)[0], (x,)),
+        lambda: with_bits_of(me)(run)(lambda x: x + 3, (x,)),
     ):
         try:
-            outcome.append(str(strategy.run(step, args=args)))
+            outcome.append(str(call()))
         except dj.ProcessesDifferError as error:
             outcome.append(str(error))
     # Whoever goes on after such an error finds a strategy that works.

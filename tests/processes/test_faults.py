@@ -115,11 +115,11 @@ def test_a_process_that_finishes_early_is_named():
 
 @pytest.mark.exhaustive
 def test_steps_that_differ_between_processes_are_an_error_before_they_run():
-    """Another rate, width, value, constant, shape: both values are shown, on both processes."""
+    """Another rate, width, value, constant, shape, option: both values are shown, on both processes."""
     results = run(fault_functions.differing)
     first, second = (r.value for r in results)
     assert first == second
-    rate, width, value, constant, shape, after = first
+    rate, width, value, constant, shape, options, sharded, bits, after = first
     assert "-0.1" in rate.replace("-0.10000000149011612", "-0.1")
     assert "-0.2" in rate
     assert "model.bias float32[2] on process 0" in width
@@ -128,6 +128,11 @@ def test_steps_that_differ_between_processes_are_an_error_before_they_run():
     assert "program:" in constant
     assert "float32[2, 4] on process 0" in shape.replace("float32[4], ", "")
     assert "float32[4, 4] on process 1" in shape.replace("float32[4], ", "")
+    assert re.search(
+        r"options: .*verify='off'.* on process 0, .*verify='first'.* on process 1", options
+    )
+    assert re.search(r"sharded state: none on process 0, P\(.* on process 1", sharded)
+    assert "jax_threefry_partitionable: True on process 0, False on process 1" in bits
     assert after == 2.0
 
 
