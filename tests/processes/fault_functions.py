@@ -25,7 +25,7 @@ def make_strategy(**options):
 def make_step(strategy, *, width=2, rate=0.1):
     with strategy.scope():
         model = nnx.Linear(4, width, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, optax.sgd(rate), wrt=nnx.Param)
+        optimizer = nnx.Optimizer(model, optax.sgd(rate, momentum=0.9), wrt=nnx.Param)
 
     def step(x):
         loss, gradients = nnx.value_and_grad(
