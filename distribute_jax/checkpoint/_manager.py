@@ -136,8 +136,9 @@ class CheckpointManager:
             OutOfSyncError: copies of an array differ, and ``check`` is True; nothing is saved.
             CheckpointFileError: the previous save could not be written.
         """
+        method = _SAVE + "(force=True)" * bool(force)  # which processes compare
         number = _steps.checked_step(_SAVE, step, tree)
-        check_context(_SAVE)
+        check_context(method)
         if current_job().is_alone and not self._background.is_running:
             # In a job the errors are exchanged below, when all are about to save.
             self._report(self._background.pop_error())
@@ -146,13 +147,13 @@ class CheckpointManager:
             # The clocks of the processes may differ.
             if not (by_chief(_SAVE, is_due) if self._schedule.reads_clock else is_due()):
                 return False
-        self._report(pop_error(_SAVE, self._background))
+        self._report(pop_error(method, self._background))
         if not force:
-            by_chief(_SAVE, lambda: self._check_new(number))
-        self._check_shared(_SAVE)
+            by_chief(method, lambda: self._check_new(number))
+        self._check_shared(method)
         if check:
             hashes_of(tree).check()
-        draft = make_draft(self._directory, str(number), tree, number, _SAVE)
+        draft = make_draft(self._directory, str(number), tree, number, method)
         self._schedule.note(number)
         self._background.start(functools.partial(self._write, number, draft))
         return True

@@ -153,6 +153,7 @@ def keep_steps(folder, saved):
         lambda: dj.checkpoint.save(folder / "no", dict.fromkeys("ab"[: 1 + me], 1))
     )
     outcome["other step"] = message(lambda: manager.save(8 + me, tree))
+    outcome["forced"] = message(lambda: manager.save(8, tree, force=me == 1))
     outcome["unlike"] = message(lambda: [manager.all_steps, manager.wait][me]())
     with mock.patch.object(_agreement, "VISIBILITY_SECONDS", 0.2):
         apart = dj.CheckpointManager(folder / f"of process {me}")

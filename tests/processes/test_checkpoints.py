@@ -85,6 +85,7 @@ FAILURES = {
     "differ": ("CheckpointError", ["['b']['me']: a Python int with the sha256"]),
     "more": ("CheckpointError", ["['b']: nothing on process 0, a Python int"]),
     "unlike": ("ProcessesDifferError", ["all_steps on process 0", "wait on process 1", "together"]),
+    "forced": ("ProcessesDifferError", ["save on process 0", "save(force=True) on process 1"]),
     "apart": (
         "CheckpointFileError",
         ["of process 0", "process 1 (", "does not see it in", "network"],
