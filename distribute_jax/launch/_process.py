@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -282,18 +283,23 @@ class Printer:
         return [line.decode(errors="replace").rstrip() for line in self._lines]
 
 
+def _is_indented(line: str) -> bool:
+    return line[:1] in (" ", "\t", "")
+
+
 def last_error(lines: Sequence[str], *, has_begun: bool = False) -> str:
     """Returns why a process failed, from the last lines of its standard error.
 
-    That is the first line of the last exception, such as ``"ValueError: bad batch"``, or the message of C
-    code that ended the process. Without either it is the last line, unless that is a warning, if the process
-    has not begun its steps, as with a script that does not exist; afterwards an ordinary line is not the
-    reason.
+    That is the first line of the last exception, such as ``"ValueError: bad batch"``, with the indented ones
+    below it; or the message of C code that ended the process. Without either it is the last line, unless that
+    is a warning, if the process has not begun its steps, as with a script that does not exist; afterwards an
+    ordinary line is not the reason.
     """
     for start in reversed(range(len(lines))):
         if lines[start].startswith(_TRACEBACK):
             after = lines[start + 1 :]
-            return next((line for line in after if line and line[0] not in " \t"), "")
+            first, *others = *itertools.dropwhile(_is_indented, after), ""
+            return "\n".join([first, *itertools.takewhile(_is_indented, others)]).rstrip()
         if fatal := _FATAL.match(lines[start]):
             return fatal[1] or fatal[2]
     return next((x for x in reversed(lines) if not has_begun and not _NOT_A_REASON.match(x)), "")

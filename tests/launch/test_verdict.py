@@ -128,6 +128,8 @@ def test_the_end_of_a_process_is_one_line(case):
 
 
 OUTPUTS = {
+    "E: these differ:\n  jax: 1, 2": "Traceback (most recent call last):\n  File\nE: these differ:\n"
+    "  jax: 1, 2\nMake these equal.\n",
     "KeyError: 'b'": "noise\nTraceback (most recent call last):\n  x\nKeyError: 'a'\n\nDuring …:\n\n"
     "Traceback (most recent call last):\n  File\n    line\nKeyError: 'b'\n--------\nFor simplicity",
     "SyntaxError: invalid syntax": '  File "x.py", line 1\n    )\nSyntaxError: invalid syntax\n',
