@@ -155,7 +155,6 @@ class ProgramCache:
         program = self.programs.get(key)
         single_call = None
         if program is None:
-            self._recompilations.note(fn, binding, arguments)
             call = self.call(request, binding)
             contents = copy_contents(binding.guard.containers)
             with (
@@ -171,6 +170,7 @@ class ProgramCache:
                 # Side effects of the trace, such as counting calls, must not compile the step again.
                 binding = Binding(fn, arguments)
                 check_leaked_tracers(binding)
+            self._recompilations.note(fn, before, arguments)
             if num_replicas(self._replicas.mesh) > 1:
                 # The library's own steps draw random numbers on each replica by design.
                 self._notices.log(binding, program, expects_random=are_of_library(request.options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from math import isclose, prod
 from typing import Any, Self
@@ -347,6 +348,9 @@ def _dim_of_rows(name: str, eqn: Any, marks: Marks) -> int | None:
         return int(eqn.params["permutation"].index(0))
     if name == "broadcast_in_dim":
         return int(eqn.params["broadcast_dimensions"][0])
+    if name == "gather" and marks[1] & _ROWS:
+        offsets = eqn.params["dimension_numbers"].offset_dims
+        return next(dim for dim in itertools.count() if dim not in offsets)
     if name != "dot_general":
         return 0
     contracted, batched = eqn.params["dimension_numbers"]

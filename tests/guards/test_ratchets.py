@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_716,
-    lines_of_tests: 51_143,
+    lines: 51_727,
+    lines_of_tests: 51_158,
     files: 205,
     pieces: 0,
     private_words: 0,

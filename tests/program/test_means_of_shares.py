@@ -30,6 +30,9 @@ def ratio(x: jax.Array) -> jax.Array:
     return jnp.sum(x * mask) / jnp.maximum(mask.sum(), 1)
 
 
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+
+
 SUMS: dict[str, Callable[[jax.Array], Any]] = {
     "a mean": lambda x: all_reduce("sum", x.mean()),
     "half of it, in a dict": lambda x: {"loss": 0.5 * all_reduce("sum", x[:, 0].mean()) + 1.0},
@@ -127,6 +130,12 @@ RIGHT: dict[str, Callable[[jax.Array], Any]] = {
         "sum",
         dj.compute_average_loss(
             jax.vmap(jax.grad(lambda v: jnp.mean((v * jnp.ones(REPLICAS)) ** 2)))(x[:, 0]) ** 2
+        ),
+    ),
+    "a mean over an ensemble of as many members as rows": lambda x: all_reduce(
+        "sum",
+        dj.compute_average_loss(
+            jax.vmap(lambda k: cross_entropy(k * x, x.argmin(1)))(jnp.ones(REPLICAS)).mean(0)
         ),
     ),
     "a count in a loop": lambda x: jax.lax.fori_loop(
