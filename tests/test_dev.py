@@ -343,7 +343,7 @@ def test_of_two_first_runs_one_installs_and_the_other_waits(repository: FakeRepo
     """Which is ready while the first one uses the environment; both wait for an earlier user."""
     repository.add_python("3.13.0")
     script = (
-        f"import dev, signal, sys; signal.alarm(20); dev.ROOT = {str(repository.root)!r}\n"
+        f"import dev, signal, sys; signal.alarm(60); dev.ROOT = {str(repository.root)!r}\n"
         "with dev.environment_ready():\n    print('ready', flush=True)\n    sys.stdin.read()\n"
     )
     with (repository.root / ".venv.lock").open("a") as user:

@@ -55,13 +55,7 @@ def check_same_program(
     if job.is_alone:
         return ""
     text = _text_of(program)
-    config: Any = jax.config
-    here = {
-        "options": f"{options}",
-        "sharded state": ", ".join(f"{s.spec}" for s in shardings if s) or "none",
-        "jax_threefry_partitionable": f"{config.jax_threefry_partitionable}",
-        **_facts(step, text, arguments),
-    }
+    here = _facts(step, text, arguments, shardings, options)
     answers = job.exchange("the next step to compile", json.dumps(here))
     facts: list[dict[str, str]] = [json.loads(answer) for answer in answers]
     lines = [line for key in facts[0] for line in _differences(key, [one[key] for one in facts])]
@@ -76,7 +70,9 @@ def check_same_program(
     )
 
 
-def _facts(step: str, text: str, arguments: Arguments) -> dict[str, str]:
+def _facts(
+    step: str, text: str, arguments: Arguments, shardings: Sequence[Any], options: RunOptions
+) -> dict[str, str]:
     # Values that each replica gets must be equal on all processes.
     arguments_of_all = (
         v for v in arguments.data if not isinstance(v, PerReplica) and not is_key(v)
@@ -84,8 +80,13 @@ def _facts(step: str, text: str, arguments: Arguments) -> dict[str, str]:
     on_host = map(_on_host, filter(_is_complete_here, arguments_of_all))
     small = (host for host in on_host if host.nbytes <= _MAX_COMPARED_BYTES)
     arrays = (v.global_array if isinstance(v, PerReplica) else v for v in arguments.data)
+    config: Any = jax.config
     return {
         "step": step,
+        "options": f"{options}",
+        "sharded state": ", ".join(f"{s.spec}" for s in shardings if s) or "none",
+        # It changes the bits of random keys, and not the traced program.
+        "jax_threefry_partitionable": f"{config.jax_threefry_partitionable}",
         "shapes of the data": ", ".join(map(_kind, arrays)),
         "values passed": _digest(small)[:12],
         "XLA_FLAGS": " ".join(sorted(xla_flags(os.environ))),

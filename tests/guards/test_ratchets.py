@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_727,
+    lines: 51_728,
     lines_of_tests: 51_158,
     files: 205,
     pieces: 0,
