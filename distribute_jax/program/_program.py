@@ -130,8 +130,9 @@ class Program:
     """Programs of several steps, by their number."""
     padding: Any = None
     """The ``PaddingCheck``, once a partial batch was met."""
-    on_one_device: dict[Any, Program] = field(default_factory=dict)
-    """Programs of the same step on one device, by the shapes of their data, for ``verify``."""
+    compared: dict[Any, Program] = field(default_factory=dict)
+    """Programs of the same step for ``verify``: on one device, by the shapes of their data, and with equal
+    masks, by None."""
     verified: set[str] = field(default_factory=lambda: {"off"})
     """The values of ``RunOptions(verify=…)`` that require no further comparison with one device."""
     times_compared: int = 0
@@ -166,12 +167,16 @@ class Program:
 
 
 def build(
-    call: Call, options: RunOptions, replicas: Replicas, ahead: AheadOfTime | None = None
+    call: Call,
+    options: RunOptions,
+    replicas: Replicas,
+    ahead: AheadOfTime | None = None,
+    traced: Traced | None = None,
 ) -> Program:
     """Traces, proves, lowers and compiles a step; ``ahead`` of time if the mesh is abstract."""
     compile_, arrays = COMPILERS[options.lowering], call.binding.captured_arrays()
     is_jit = options.lowering == "shard_map"
-    traced = trace(call)
+    traced = traced or trace(call)
     decided = plan(call, traced, options)
     sharded = replicas.shardings(call.binding.variables, call.binding.paths)
     sharded = (*sharded, *(None,) * traced.sizes[1], *call.arguments.shardings)

@@ -48,15 +48,15 @@ from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import build
 from distribute_jax.program._remarks import results_are_parts
 from distribute_jax.program._result_rows import per_example_results
-from distribute_jax.program._trace import Call, StandIn
+from distribute_jax.program._trace import Call, StandIn, trace
 from distribute_jax.program._verify_float64 import in_float64
+from distribute_jax.program._verify_masks import draws, with_equal_masks
 from distribute_jax.program._verify_outputs import (
     as_read,
     check_copies,
     compared_outputs,
     components_on,
     derived,
-    draws_random_numbers,
     every_output,
     next_values,
     scales_by_number,
@@ -83,9 +83,10 @@ If the step is meant to differ from one device, as with a loss over pairs of one
 strategy.run(..., options=dj.RunOptions(verify="off"))."""
 
 _RANDOM = (
-    "\nThe step draws random numbers, which differ on each replica, so it cannot be equal: check it "
-    "with dropout off (model.eval())."
+    "\nThe step draws random numbers, for more than masks of dropout, which differ on each replica, so it "
+    "cannot be equal: check it with them off (model.eval())."
 )
+_MASKS = "\nBoth ran with the same masks of dropout, so these are not the difference."
 
 _EXACT = 1e-9
 """More than the relative difference that sums in another order make in float64."""
@@ -120,8 +121,8 @@ def verify(call: Call, entry: BoundProgram, values: Sequence[Any], options: RunO
         return True
     flat = entry.flat_inputs(values, call.arguments)
     if options.verify == "auto":
-        return not options.check_sync or _verify_auto(call, entry, values, flat)
-    comparison = _Comparison(call, entry, values, flat)
+        return not options.check_sync or _verify_auto(call, entry, values, flat, options)
+    comparison = _Comparison(call, *_with_equal_masks(call, entry, flat, options), values)
     check_copies(entry, comparison.outs)
     lines, small = comparison.differences()
     if lines:
@@ -132,13 +133,16 @@ def verify(call: Call, entry: BoundProgram, values: Sequence[Any], options: RunO
     return True
 
 
-def _verify_auto(call: Call, entry: BoundProgram, values: Sequence[Any], flat: list[Any]) -> bool:
+def _verify_auto(
+    call: Call, entry: BoundProgram, values: Sequence[Any], flat: list[Any], options: RunOptions
+) -> bool:
     """Compares the state after a training step; a step that cannot be compared passes."""
     try:
         chosen = compared_outputs(call, entry, flat)
         if not chosen and not (results_are_parts.get() and is_local(call.mesh)):
             return True
-        comparison = _Comparison(call, entry, values, flat, chosen)
+        entry, flat = _with_equal_masks(call, entry, flat, options)
+        comparison = _Comparison(call, entry, flat, values, chosen)
         lines, _ = comparison.differences()
         if lines and scales_by_number(call, entry, comparison.single):
             return True
@@ -156,8 +160,9 @@ def _verify_auto(call: Call, entry: BoundProgram, values: Sequence[Any], flat: l
 
 def _not_equal(entry: BoundProgram, call: Call, lines: list[str], hint: str = "") -> NotEqualError:
     scaled = any("number of replicas" in line for line in lines)
-    random = _RANDOM if draws_random_numbers(entry) else ""
-    hint = f"{random}{_PAIRS if scaled else '' if random else _TERMS}{hint}"
+    random = _RANDOM if draws(entry.program.traced.jaxpr.jaxpr) else ""
+    masks = _MASKS if entry.program.traced.has_equal_masks else ""
+    hint = f"{masks}{random}{_PAIRS if scaled else '' if random else _TERMS}{hint}"
     replicas = num_replicas(call.mesh)
     return NotEqualError(_UNEQUAL.format(replicas=replicas, lines=listed(lines), hint=hint))
 
@@ -186,8 +191,8 @@ class _Comparison:
         self,
         call: Call,
         entry: BoundProgram,
-        values: Sequence[Any],
         flat: list[Any],
+        values: Sequence[Any],
         chosen: Sequence[int] | None = None,
     ) -> None:
         """Runs the step both ways.
@@ -381,6 +386,21 @@ def _old_on_host(old: Any, new: Any) -> Array:
     return array if fits else np.zeros(new.shape, on_host(new).dtype)
 
 
+def _with_equal_masks(
+    call: Call, entry: BoundProgram, flat: list[Any], options: RunOptions
+) -> tuple[BoundProgram, list[Any]]:
+    """Returns a step whose masks of dropout are equal on all replicas, and its inputs."""
+    traced, programs = with_equal_masks(entry.program.traced), entry.program.compared
+    if traced is entry.program.traced:
+        return entry, flat
+    if None not in programs:
+        options = replace(options, donate_state=False, donate_args=False, verify="off")
+        once = replace(call, runs_once=True)
+        programs[None] = build(once, options, Replicas(call.mesh), traced=traced)
+    entry = BoundProgram(programs[None], call.binding, entry.step)
+    return entry, entry.placed(flat)
+
+
 def _on_one_device(call: Call, entry: BoundProgram) -> tuple[Call, BoundProgram]:
     mesh = first_replica(call.mesh)
     batches = [_global_batch(value, mesh) for value in call.arguments.data]
@@ -388,10 +408,11 @@ def _on_one_device(call: Call, entry: BoundProgram) -> tuple[Call, BoundProgram]
     strategy = StandIn(call.strategy, 1)
     single = replace(call, arguments=arguments, mesh=mesh, strategy=strategy, runs_once=True)
     shapes = tuple(np.shape(getattr(v, "global_array", v)) for v in batches)
-    programs = entry.program.on_one_device
+    programs = entry.program.compared
     if shapes not in programs:
         options = RunOptions(check_sync=False, donate_state=False, verify="off")
-        programs[shapes] = build(single, options, Replicas(mesh))
+        traced = with_equal_masks(trace(single))
+        programs[shapes] = build(single, options, Replicas(mesh), traced=traced)
     return single, BoundProgram(programs[shapes], call.binding, entry.step)
 
 

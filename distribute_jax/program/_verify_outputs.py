@@ -23,7 +23,6 @@ from distribute_jax.program._binding import Binding
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._capture import captures
 from distribute_jax.program._jaxprs import (
-    RANDOM,
     equations,
     has_effects,
     is_literal,
@@ -34,6 +33,7 @@ from distribute_jax.program._lowerings import returned_arguments
 from distribute_jax.program._program import Program
 from distribute_jax.program._trace import Call, Traced
 from distribute_jax.program._undo import StepCounts
+from distribute_jax.program._verify_masks import draws, with_equal_masks
 from distribute_jax.variables import Variable, VariableAggregation, aggregated, on_replicas
 
 _MAX_BYTES = 256 * 2**20
@@ -63,7 +63,8 @@ def compared_outputs(call: Call, entry: BoundProgram, flat: list[Any]) -> list[i
         or statistics
         or not {Combine.MEAN, Combine.FIRST}.isdisjoint(plan.combine)
         or has_effects(program.traced.jaxpr)
-        or _has_primitive(entry, (*_SIDE_EFFECTS, *RANDOM))
+        or _has_side_effects(entry)
+        or draws(with_equal_masks(program.traced).jaxpr.jaxpr)
     ):
         return []
     batch = {id(v.global_array) for v in batches}
@@ -131,14 +132,9 @@ def _equals_one_device(rule: Combine, variable: nnx.Variable[Any]) -> bool:
     return not counts and rule is Combine.MIRRORED
 
 
-def draws_random_numbers(entry: BoundProgram) -> bool:
-    """True if a step draws random numbers, rather than only advances a stream."""
-    return _has_primitive(entry, RANDOM)
-
-
-def _has_primitive(entry: BoundProgram, parts: Sequence[str]) -> bool:
+def _has_side_effects(entry: BoundProgram) -> bool:
     names = {eqn.primitive.name for eqn in equations(entry.program.traced.jaxpr.jaxpr)}
-    return any(part in name for name in names for part in parts)
+    return any(part in name for name in names for part in _SIDE_EFFECTS)
 
 
 def scales_by_number(call: Call, many: BoundProgram, one: BoundProgram) -> bool:

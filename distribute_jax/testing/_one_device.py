@@ -27,8 +27,8 @@ def check_equals_one_device(strategy: Strategy, step: StepFunction, batch: Any) 
     warning names state that the step changes by hardly more than rounding, where a wrong scale would not
     show.
 
-    Steps that draw random numbers or use the statistics of each replica's share differ by design: turn
-    dropout off, synchronise batch norm.
+    Steps that draw random numbers, other than masks of dropout, which are made equal, or use the statistics
+    of each replica's share differ by design: turn noise off, synchronise batch norm.
 
     Args:
         strategy: the strategy that runs the step.

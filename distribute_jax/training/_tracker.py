@@ -343,8 +343,7 @@ _DROP_PARTIAL = (
 _NOT_EQUAL = (
     'compile(verify="first") compared the first batch to {verb}. A module gives the same on any number of '
     "replicas if its forward pass treats each example separately: no mean over dim 0, which is only this "
-    'replica\'s share; batch norm with axis_name="data". Dropout differs too: verify a module that '
-    "was made with rate=0."
+    'replica\'s share; batch norm with axis_name="data".'
 )
 _LEAKING_METRICS = """\
 These metrics of compile treat padding as examples:

@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_728,
-    lines_of_tests: 51_158,
-    files: 205,
+    lines: 51_853,
+    lines_of_tests: 51_229,
+    files: 206,
     pieces: 0,
     private_words: 0,
     private_imports: 32,

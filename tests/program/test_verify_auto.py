@@ -253,7 +253,7 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
     model, optimizer = classifier(strategy, optax.sgd(0.1))
     train = mean_step(model, optimizer)
     with strategy.scope():
-        dropout, norm = nnx.Dropout(0.5, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+        rngs, norm = nnx.Rngs(0), nnx.BatchNorm(8, rngs=nnx.Rngs(0))
     ids = strategy.experimental_distribute_values_from_function(
         lambda c: c.replica_id_in_sync_group
     )
@@ -264,6 +264,14 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
             raise ValueError("only shares of four")
         train(x, y)
 
+    def until_large(x: jax.Array, y: jax.Array) -> None:
+        def again(keys: jax.Array) -> jax.Array:
+            return jax.random.split(keys[0])
+
+        first = jax.random.split(rngs())
+        keys = jax.lax.while_loop(lambda k: jax.random.uniform(k[1]) < 0.5, again, first)
+        train(x * jax.random.bernoulli(keys[1], 0.9, x.shape), y)
+
     def prints(x: jax.Array, y: jax.Array) -> None:
         jax.debug.callback(lambda _: None, x.sum())
         train(x, y)
@@ -273,7 +281,9 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
         optimizer.update(model, gradients)
 
     steps = {
-        "draws random numbers": lambda x, y: train(dropout(x), y),
+        "adds noise": lambda x, y: train(x + rngs.normal(x.shape), y),
+        "draws rows": lambda x, y: train(x[jax.random.permutation(rngs(), 4)], y),
+        "draws until a number is large": until_large,
         "averages statistics": lambda x, y: train(norm(x), y),
         "has a value of each replica": lambda x, y, ids: train(x + ids, y),
         "prints": prints,
@@ -287,7 +297,9 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
 @pytest.mark.parametrize(
     "kind",
     [
-        "draws random numbers",
+        "adds noise",
+        pytest.param("draws rows", marks=pytest.mark.exhaustive),
+        "draws until a number is large",
         "averages statistics",
         "has a value of each replica",
         "prints",
@@ -312,6 +324,63 @@ def test_a_step_that_cannot_be_compared_runs(
         "from its examples by more than a sum",
     )
     assert all(any(notice in text for notice in notices) for text in logged), logged
+
+
+def dropout_step(
+    strategy: dj.Strategy, loss: Callable[..., jax.Array], rate: float = 0.3
+) -> tuple[Any, Callable[..., None]]:
+    """A model with dropout and its step; the loss takes each example's loss, its weights and the outputs."""
+    with strategy.scope():
+        rngs = nnx.Rngs(0)
+        first, last = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+        model = nnx.Sequential(first, nnx.Dropout(rate, rngs=rngs), last)
+        optimizer = dj.Optimizer(model, optax.adam(0.01))
+
+    def step(x: jax.Array, y: jax.Array) -> None:
+        def value(m: Any) -> jax.Array:
+            return loss(losses(m, x, y), jnp.abs(x[:, 0]), m(x))
+
+        optimizer.update(model, nnx.grad(value)(model))
+
+    return model, step
+
+
+@pytest.mark.parametrize("rate", [0.1, long(0.5)])
+def test_a_step_with_dropout_is_compared_with_equal_masks_and_trains_with_those_of_the_replicas(
+    strategy: dj.Strategy, caplog: pytest.LogCaptureFixture, rate: float
+):
+    """The step is right, so it runs, and the comparison leaves the bits of its training as they are."""
+    batches = [(X, Y), (X[:11], Y[:11])]
+    ends = []
+    for verify in ("auto", "first", "off"):
+        model, step = dropout_step(strategy, lambda each, w, z: dj.compute_average_loss(each), rate)
+        for batch in strategy.distribute_dataset(batches):
+            strategy.run(step, args=batch, options=dj.RunOptions(verify=verify))
+        ends.append(jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
+    for end in ends[:-1]:
+        assert all(map(np.array_equal, end, ends[-1]))
+    assert not [r for r in caplog.records if "not exactly" not in r.getMessage()]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda each, w, z: each.mean(),
+        long(lambda each, w, z: jnp.sqrt(dj.compute_average_loss(each**2))),
+        lambda each, w, z: (each * w).sum() / w.sum() / context().num_replicas_in_sync,
+        long(lambda each, w, z: dj.compute_average_loss(jax.lax.top_k(each, 2)[0])),
+        long(lambda each, w, z: (z @ z.T).mean() / context().num_replicas_in_sync),
+    ],
+    ids=["mean", "root", "weighted", "largest", "pairs"],
+)
+def test_a_wrong_loss_of_a_model_with_dropout_is_found(
+    s4: dj.MirroredStrategy, loss: Callable[..., jax.Array]
+):
+    """Also one that no notice knows, since its value is not returned."""
+    _, step = dropout_step(s4, loss)
+    (batch,) = s4.distribute_dataset([(X, Y)])
+    with pytest.raises(dj.NotEqualError, match="Both ran with the same masks of dropout"):
+        s4.run(step, args=batch)
 
 
 @pytest.mark.exhaustive
