@@ -15,7 +15,7 @@ from distribute_jax._errors import ArgumentError, ContextError, log_once
 from distribute_jax._messages import promoting, real_array
 from distribute_jax._padding import align, real_mask
 from distribute_jax.collectives._markers import part_of_mean
-from distribute_jax.collectives._reduction import as_dtype, mean_dtype, wide
+from distribute_jax.collectives._reduction import as_dtype, wide
 from distribute_jax.strategies import get_replica_context
 
 
@@ -115,7 +115,9 @@ class Loss:
         """Returns this replica's part of the loss over the global batch; see the class."""
         name = type(self).__name__
         replica = _replica_context(name)
-        losses = self.per_example(y_true, y_pred)
+        narrow = self.per_example(y_true, y_pred)
+        # A sum or count in float16 can overflow although the mean does not.
+        losses = as_dtype(narrow, wide(narrow.dtype))
         terms, weights = losses, None
         if sample_weight is not None:
             weights = _weights(name, sample_weight, losses.shape, losses.dtype)
@@ -125,10 +127,10 @@ class Loss:
         keep = real if counted is None else counted if real is None else real & counted
         terms = _masked(terms, keep)
         if self.reduction in ("none", None):
-            return terms
+            return as_dtype(terms, narrow.dtype)
         total = jnp.sum(terms)
         if self.reduction == "sum":
-            return total
+            return as_dtype(total, narrow.dtype)
         if self.reduction != "mean_with_sample_weight" or weights is None:
             weights = None if counted is None else jnp.ones((), losses.dtype)
         if weights is not None:
@@ -137,7 +139,7 @@ class Loss:
             # In floating point: a large batch of images has more terms than an int32 counts.
             count = jnp.asarray(_examples(replica, losses.shape[0]), total.dtype)
             part = total / (count * float(math.prod(losses.shape[1:])))
-        return _marked(part, replica)
+        return _marked(as_dtype(part, narrow.dtype), replica)
 
     def _counted(self, y_true: Any, losses: jax.Array) -> jax.Array | None:
         """Returns a mask of the losses that count in a mean; None if all do."""
@@ -321,6 +323,8 @@ def compute_average_loss(
     """
     replica = _replica_context(_NAME)
     losses = real_array(_NAME, "per_example_loss", per_example_loss)
+    dtype = losses.dtype if jnp.issubdtype(losses.dtype, jnp.floating) else jnp.result_type(float)
+    losses = as_dtype(losses, wide(dtype))  # a sum in float16 can overflow where its mean does not
     if losses.ndim == 0:
         raise ArgumentError(
             "compute_average_loss got a scalar. It needs one loss for each example, which it divides by "
@@ -328,21 +332,19 @@ def compute_average_loss(
         )
     by_weights = _divides_by_weights(divide_by, sample_weight, global_batch_size)
     keep = real_mask(_NAME, "losses", losses.shape, replica)
+    weights: Any = None  # given, if by_weights
     if sample_weight is not None:
-        dtype = wide(mean_dtype(losses.dtype)) if by_weights else losses.dtype
-        weights = _weights(_NAME, sample_weight, losses.shape, dtype)
-        terms = as_dtype(losses, dtype) * weights
-        if by_weights:
-            part = _divided_by_weights(
-                jnp.sum(_masked(terms, keep)), weights, losses.shape, keep, replica
-            )
-            return _marked(as_dtype(part, mean_dtype(losses.dtype)), replica)
-        losses = terms
+        weights = _weights(_NAME, sample_weight, losses.shape, losses.dtype)
+        losses = losses * weights
     total = jnp.sum(_masked(losses, keep))
+    if by_weights:
+        part = _divided_by_weights(total, weights, losses.shape, keep, replica)
+        return _marked(as_dtype(part, dtype), replica)
     if losses.ndim == 2 and losses.shape[0] == losses.shape[1] > 1:
         log_once(_SQUARE, losses.shape)
     if global_batch_size is None:
-        return _marked(jnp.divide(total, _examples(replica, losses.shape[0])), replica)
+        part = jnp.divide(total, _examples(replica, losses.shape[0]))
+        return _marked(as_dtype(part, dtype), replica)
     if not isinstance(global_batch_size, jax.core.Tracer) or global_batch_size.ndim:
         check_number(f"{_NAME}: global_batch_size", global_batch_size)
     rows, replicas = losses.shape[0], replica.num_replicas_in_sync
@@ -351,7 +353,7 @@ def compute_average_loss(
         replica.divides_by_share = is_share and replicas > 1
     if isinstance(global_batch_size, int):
         global_batch_size = float(global_batch_size)  # it may exceed an int32
-    return jnp.divide(total, global_batch_size)
+    return as_dtype(jnp.divide(total, global_batch_size), dtype)
 
 
 _SQUARE = (

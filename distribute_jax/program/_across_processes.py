@@ -44,18 +44,19 @@ _MAX_COMPARED_BYTES = 1 << 20
 
 def check_same_program(
     step: str, program: Program, arguments: Arguments, shardings: Sequence[Any], options: RunOptions,
-    mesh: Mesh,
+    strategy: Any, mesh: Mesh,
 ) -> str:  # fmt: skip
     """Returns the fingerprint of a program; raises on all processes if their steps differ.
 
-    Where state is stored, the options, and host values of up to 1 MiB are compared too. In a single process
-    the fingerprint is empty.
+    The strategies, where state is stored, the options, and host values of up to 1 MiB are compared too. In a
+    single process the fingerprint is empty.
     """
     job = job_of(mesh)
     if job.is_alone:
         return ""
     text = _text_of(program)
     here = _facts(step, text, arguments, shardings, options)
+    here["strategy"] = type(strategy).__name__
     answers = job.exchange("the next step to compile", json.dumps(here))
     facts: list[dict[str, str]] = [json.loads(answer) for answer in answers]
     lines = [line for key in facts[0] for line in _differences(key, [one[key] for one in facts])]

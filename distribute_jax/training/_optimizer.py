@@ -438,8 +438,10 @@ class LossScale(nnx.Module):
     def multiply(self, loss: jax.Array) -> jax.Array:
         return loss * self.scale[...].astype(loss.dtype)
 
+    @promoting
     def divide(self, gradients: Any) -> Any:
-        return jax.tree.map(lambda g: g / self.scale[...].astype(g.dtype), gradients)
+        # Not in the dtype of the gradients: the scale can exceed the range of float16.
+        return jax.tree.map(lambda g: (g / self.scale[...]).astype(g.dtype), gradients)
 
     def adjust(self, finite: jax.Array) -> None:
         """Halves the scale after an overflow, and doubles it after many updates without one."""

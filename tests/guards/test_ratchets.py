@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_853,
-    lines_of_tests: 51_229,
+    lines: 51_858,
+    lines_of_tests: 51_293,
     files: 206,
     pieces: 0,
     private_words: 0,

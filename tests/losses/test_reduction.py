@@ -138,6 +138,38 @@ def test_a_scalar_weight_scales_everything():
     assert float(dj.losses.MeanSquaredError()(y, 3 * y, sample_weight=0.5)) == 2.0
 
 
+def test_a_mean_in_float16_does_not_overflow_where_its_sum_or_count_does(s2: dj.MirroredStrategy):
+    """The loss was infinite, or 0 with gradients of 0: its sum or count was above 65504."""
+    losses = np.full((4, 40_000), 3, np.float16)
+    (batch,) = s2.distribute_dataset([losses])
+
+    def parts(losses: jax.Array) -> Any:
+        y, weights = jnp.zeros_like(losses)[..., None], jnp.ones_like(losses)
+        by_weights = dj.losses.MeanAbsoluteError("mean_with_sample_weight", dtype="float16")
+        means = [
+            dj.losses.MeanAbsoluteError(dtype="float16")(y, losses[..., None]),
+            by_weights(y, losses[..., None], weights),
+            dj.compute_average_loss(10_000 * losses[:, 0]),
+        ]
+        assert {mean.dtype.name for mean in means} == {"float16"}
+        return dj.get_replica_context().all_reduce("sum", jnp.stack(means))
+
+    assert s2.run(parts, args=(batch,)).tolist() == [3, 3, 30_000]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.bool_, np.uint8])
+def test_weights_of_losses_that_are_integers_keep_their_fractions(
+    s2: dj.MirroredStrategy, dtype: Any
+):
+    """Weights of 0.5 became 0, the dtype of the losses."""
+    (batch,) = s2.distribute_dataset([(np.ones(4, dtype), np.full(4, 0.5))])
+
+    def mean(losses: jax.Array, weights: jax.Array) -> Any:
+        return dj.get_replica_context().all_reduce("sum", dj.compute_average_loss(losses, weights))
+
+    assert float(s2.run(mean, args=batch)) == 0.5
+
+
 WEIGHTS = {
     "rows": (jnp.ones(2), r"\(2,\) for losses of shape \(3, 4\)"),
     "times": (jnp.ones((3, 2)), r"\(3, 2\) for losses of shape \(3, 4\)"),

@@ -88,6 +88,10 @@ def compute() -> dict[str, Any]:
             outcome["ring, asked for XLA's"] = kinds(
                 summed(strategy, options(implementation="nccl"))[1]
             )
+    kind = dj.FullyShardedStrategy if jax.process_index() else dj.MultiWorkerMirroredStrategy
+    with pytest.raises(dj.ProcessesDifferError) as mixed:  # neither divides anything here
+        kind(cluster_resolver=resolver, cluster_options=SOON).run(jnp.sin, args=(1.0,))
+    outcome["mixed"] = str(mixed.value)
     outcome["alone"] = alone()
     return outcome
 
@@ -167,6 +171,16 @@ def test_an_assignment_that_does_not_fit_the_processes_is_refused(outcome):
     assert "belong to processes [0, 0, 0]" in uneven
     assert "belong to processes [1, 1, 1, 1, 0, 0, 0, 0]" in order
     assert outcome[1]["refused"] == outcome[0]["refused"]
+
+
+@pytest.mark.exhaustive
+def test_strategies_of_different_kinds_are_named_before_their_first_step(outcome):
+    """Even where the step and its state are the same, so that later steps alone would differ."""
+    for process in outcome:
+        kinds = (
+            "strategy: MultiWorkerMirroredStrategy on process 0, FullyShardedStrategy on process 1"
+        )
+        assert kinds in process["mixed"]
 
 
 @pytest.mark.exhaustive

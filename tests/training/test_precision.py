@@ -127,6 +127,24 @@ def test_the_scale_doubles_after_many_good_updates():
     assert float(fixed.loss_scale.scale[...]) == 8.0
 
 
+def test_a_scale_above_the_range_of_float16_divides_gradients_of_float16(s2: dj.MirroredStrategy):
+    """A dynamic scale doubles to 2**16, which is infinite in float16: all gradients were 0 from then on."""
+    with s2.scope():
+        net = nnx.Linear(1, 1, use_bias=False, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
+        optimizer = dj.Optimizer(net, optax.sgd(1.0), loss_scale=2.0**16)
+    before = float(net.kernel[0, 0])
+
+    def step(x: jax.Array) -> None:
+        def loss(net: nnx.Linear) -> jax.Array:
+            return optimizer.scale_loss(dj.compute_average_loss(net(x)[:, 0]))
+
+        optimizer.update(net, nnx.grad(loss)(net))
+
+    (batch,) = s2.distribute_dataset([np.full((4, 1), 0.5, np.float32)])
+    s2.run(step, args=(batch,))
+    assert before - float(net.kernel[0, 0]) == pytest.approx(0.5, abs=1e-3)
+
+
 @pytest.mark.exhaustive
 def test_policy_scaling_and_accumulation_in_a_users_loop(strategy: dj.Strategy):
     nets = []
