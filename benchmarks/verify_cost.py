@@ -5,7 +5,8 @@
     python -m benchmarks.verify_cost --quick     a minute's look: few rounds, wide intervals
 
 The first call traces, proves, compiles and runs the step. The comparison also compiles and runs it for one
-device, and in float64 if float32 does not decide. Each call is made with a new model and empty caches. Later
+device, and in float64 if float32 does not decide; a step with dropout is compiled for the replicas once more,
+with equal masks. Each call is made with a new model and empty caches. Later
 calls are not compared.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 
 import jax
 import optax
+from flax import nnx
 
 import distribute_jax as dj
 from benchmarks._benchmark import Benchmark, Row, main, there
@@ -28,6 +30,7 @@ from benchmarks._workloads import CNN, DEEP, MLP, TRANSFORMER, Workload
 
 OFF, AUTO = "verify off", "verify auto"
 FLOAT64 = " (decided in float64)"
+DROPOUT = " (with dropout)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +68,23 @@ def tiny_steps() -> optax.GradientTransformation:
     return optax.sgd(1e-7)
 
 
+def with_dropout(work: Workload) -> Workload:
+    """Returns a workload with dropout after the model, so that any kind of input will do."""
+
+    def model(rngs: nnx.Rngs) -> nnx.Module:
+        return nnx.Sequential(work.model(rngs), nnx.Dropout(0.1, rngs=rngs))
+
+    return Workload(**{**vars(work), "model": model})
+
+
 def measure(options: Options) -> Log:
     """Times the first calls of every case, in turns."""
     log = Log()
     log.start()
     for case in there(options.cases, lambda case: case.replicas):
         tiny = Workload(**{**vars(case.work), "optimizer": tiny_steps})
-        for work, name in ((case.work, case.work.name), (tiny, case.work.name + FLOAT64)):
+        works = {"": case.work, FLOAT64: tiny, DROPOUT: with_dropout(case.work)}
+        for name, work in ((case.work.name + suffix, work) for suffix, work in works.items()):
             calls = {
                 OFF: partial(first_call_seconds, work, case.replicas, "off"),
                 AUTO: partial(first_call_seconds, work, case.replicas, "auto"),

@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 51_858,
-    lines_of_tests: 51_293,
+    lines_of_tests: 51_294,
     files: 206,
     pieces: 0,
     private_words: 0,
