@@ -25,7 +25,6 @@ from flax import nnx
 from rich.console import Console
 from rich.progress import BarColumn, Progress
 from rich.table import Table
-from sklearn.datasets import load_digits
 
 import distribute_jax as dj
 
@@ -76,6 +75,8 @@ class Digits(NamedTuple):
 
 def load_data() -> tuple[Digits, Digits]:
     """Returns 1,437 images to train on and 360 to test with, always the same ones."""
+    from sklearn.datasets import load_digits  # here, since it takes seconds
+
     digits = load_digits()
     images, labels = digits.images[..., None] / 16.0, digits.target
     order = np.random.default_rng(0).permutation(len(labels))

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
+from os.path import exists, isdir, join
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_program(program: str, *, is_module: bool, command: str = "launch") -> None:
-    path = Path(program)
     missing = ""
     if is_module:
         first = program.partition(".")[0]  # to look further would import it
         if not first or not (PathFinder.find_spec(first, [str(Path.cwd())]) or find_spec(first)):
             missing = f"no module {program!r} here or among what is installed"
-    elif path.is_dir() and not (path / "__main__.py").exists():
+    elif isdir(program) and not exists(join(program, "__main__.py")):
         missing = f"no __main__.py in {program!r}"
-    elif not path.exists():
+    elif not exists(program):
         missing = f"no file {program!r} in {Path.cwd()}"
     if missing:
         raise ArgumentError(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._absent import is_foreign
+from distribute_jax._checks import converting
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import check_int_range, leaf_text
 from distribute_jax.program._binding import Binding
@@ -44,15 +45,18 @@ def flatten_results(
     for path, leaf in paths:
         if id(leaf) in bound:
             leaves.append(bound[id(leaf)])
-        elif isinstance(leaf, (PerExample, jax.Array, np.ndarray, np.generic)):
+        elif isinstance(leaf, _ARRAYS) and not isinstance(
+            leaf, np.character
+        ):  # text is a static value
             if isinstance(leaf, PerExample):
                 declared.add(len(arrays))
                 leaf = leaf.value
             leaves.append(("array", len(arrays)))
             names.append("result" + jax.tree_util.keystr(path))
-            arrays.append(
-                jnp.asarray(check_int_range(leaf, "strategy.run, in the result of its step,"))
-            )
+            with converting(f"strategy.run: {names[-1]} of its step", leaf, "an array of numbers"):
+                arrays.append(
+                    jnp.asarray(check_int_range(leaf, "strategy.run, in the result of its step,"))
+                )
         else:
             _check_holds_no_arrays(leaf, "result" + jax.tree_util.keystr(path))
             leaves.append(("static", leaf))
@@ -98,6 +102,9 @@ class PerExample:
     """Marks a leaf of the result that has one row for each example of the replica's batch."""
 
     value: Any
+
+
+_ARRAYS = (PerExample, jax.Array, np.ndarray, np.generic)
 
 
 def per_example(tree: T) -> T:

@@ -10,6 +10,7 @@ REFUSED = {
     "a module": (["-m", "nope_nowhere.mod"], "no module 'nope_nowhere.mod'"),
     "a folder": (["{folder}"], "no __main__.py in"),
     "a file": (["nope.py"], "no file 'nope.py'"),
+    "a path that is too long": (["a" * 5000], "no file 'aaa"),
 }
 
 

@@ -56,9 +56,17 @@ def test_results_that_differ_are_per_replica(s2: dj.MirroredStrategy):
     assert repr(batch) == "PerReplica of 2 × float32[40,3]"
 
 
-@pytest.mark.parametrize("value", [5, None, "a", 1.5, True, (), enum.Enum("E", "A").A])
+@pytest.mark.parametrize(
+    "value", [5, None, "a", np.str_("a"), 1.5, True, (), enum.Enum("E", "A").A]
+)
 def test_results_that_are_not_arrays_are_returned_unchanged(s2: dj.MirroredStrategy, value: object):
     assert s2.run(lambda: value) is value
+
+
+def test_a_result_that_no_device_can_hold_is_refused_with_its_path(s2: dj.MirroredStrategy):
+    text = r"strategy.run: result\['label'\] of its step must be an array of numbers; got <U1"
+    with pytest.raises(dj.ArgumentError, match=text):
+        s2.run(lambda: {"label": np.array(["a", "b"])})
 
 
 def test_a_nest_keeps_its_structure(s2: dj.MirroredStrategy):
