@@ -430,12 +430,17 @@ class LossScale(nnx.Module):
     def __init__(self, scale: float | str) -> None:
         if scale != "dynamic":
             check_number('loss_scale, if not "dynamic",', scale)
-        self.is_dynamic = scale == "dynamic"
+        self.fixed = None if isinstance(scale, str) else float(scale)
         first = _INITIAL_SCALE if isinstance(scale, str) else scale
         self.scale = Unconditional(jnp.asarray(first, jnp.float32))
         self.good_steps = Unconditional(jnp.zeros((), jnp.int32))
 
     def multiply(self, loss: jax.Array) -> jax.Array:
+        if self.fixed is not None and self.fixed > (largest := float(jnp.finfo(loss.dtype).max)):
+            raise ArgumentError(
+                f"loss_scale={self.fixed:g} is above {largest:g}, the largest number of the loss's "
+                f"{loss.dtype}: every gradient would overflow. Use a smaller one, or a loss in float32."
+            )
         return loss * self.scale[...].astype(loss.dtype)
 
     @promoting
@@ -445,7 +450,7 @@ class LossScale(nnx.Module):
 
     def adjust(self, finite: jax.Array) -> None:
         """Halves the scale after an overflow, and doubles it after many updates without one."""
-        if not self.is_dynamic:
+        if self.fixed is not None:
             return
         good = jnp.where(finite, self.good_steps[...] + 1, 0)
         grows = good >= _GROWTH_STEPS

@@ -145,6 +145,16 @@ def test_a_scale_above_the_range_of_float16_divides_gradients_of_float16(s2: dj.
     assert before - float(net.kernel[0, 0]) == pytest.approx(0.5, abs=1e-3)
 
 
+def test_a_fixed_scale_that_the_loss_cannot_hold_is_refused():
+    """Every update was skipped, and nothing said so."""
+    optimizer = dj.Optimizer(Net(), optax.sgd(0.1), loss_scale=2.0**16)
+    assert float(optimizer.scale_loss(jnp.float32(1))) == 2.0**16
+    with pytest.raises(
+        dj.ArgumentError, match="above 65504, the largest number of the loss's float16"
+    ):
+        optimizer.scale_loss(jnp.float16(1))
+
+
 @pytest.mark.exhaustive
 def test_policy_scaling_and_accumulation_in_a_users_loop(strategy: dj.Strategy):
     nets = []
