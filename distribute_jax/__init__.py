@@ -20,7 +20,7 @@ __getattr__ = lazy_exports(
     _names,
     core=(
         *("_errors", "_values", "collectives", "data", "experimental", "processes", "program"),
-        *("strategies", "tpu", "tpu._topology", "variables"),
+        *("strategies", "tpu", "tpu.experimental", "variables"),
     ),
 )
 

@@ -120,7 +120,7 @@ from distribute_jax.strategies._parameter_server import (
     ServerOptions as ServerOptions,
 )
 from distribute_jax.testing import simulate as simulate
-from distribute_jax.tpu._topology import initialize_tpu_system as initialize_tpu_system
+from distribute_jax.tpu.experimental import initialize_tpu_system as initialize_tpu_system
 from distribute_jax.training import (
     AddedLoss as AddedLoss,
     DTypePolicy as DTypePolicy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import Mesh, PartitionSpec
 
 from distribute_jax import _frames, processes
@@ -21,7 +23,7 @@ from distribute_jax.processes import ClusterOptions
 from distribute_jax.program import Rules
 from distribute_jax.strategies._base import Strategy
 from distribute_jax.strategies._devices import check_replicas_per_device, log_no_tpu
-from distribute_jax.tpu._topology import DeviceAssignment, checked_assignment, in_topology_order
+from distribute_jax.tpu.experimental import DeviceAssignment
 
 
 class TPUStrategy(Strategy):
@@ -90,7 +92,7 @@ class TPUStrategy(Strategy):
             log_no_tpu(name)
             replicas: list[Any] = in_topology_order(jax.devices())
         else:
-            replicas = checked_assignment(experimental_device_assignment, name)
+            replicas = _checked_assignment(experimental_device_assignment, name)
         mesh = replica_mesh(replicas, each)
         super().__init__(
             mesh,
@@ -242,3 +244,41 @@ def _checked_counts(array: jax.Array, counts: Any, mesh: Mesh, method: str) -> l
             "choose other dims, or pad the array."
         )
     return parts
+
+
+def in_topology_order(devices: Sequence[Any]) -> list[Any]:
+    """Orders devices process by process, and within a process so that neighbours are adjacent.
+
+    JAX's order over all processes may alternate between them, but the replicas of a process must be
+    contiguous, as its rows of a batch are.
+    """
+    devices = sorted(devices, key=lambda device: (device.process_index, device.id))
+    if all(device.platform != "tpu" for device in devices):
+        return devices
+    ordered: list[Any] = []
+    for _, group in itertools.groupby(devices, lambda device: device.process_index):
+        local = list(group)
+        ordered += create_device_mesh((len(local),), local, allow_split_physical_axes=True).tolist()
+    return ordered
+
+
+def _checked_assignment(assignment: DeviceAssignment, caller: str) -> list[list[Any]]:
+    """Returns the devices of each replica; raises if a strategy cannot use the assignment."""
+    tasks = [{device.process_index for device in r} for r in assignment.devices]
+    split = [i for i, owners in enumerate(tasks) if len(owners) > 1]
+    if split:
+        raise ArgumentError(
+            f"{caller}: the cores of replicas {split[:4]} of {assignment!r} belong to processes "
+            f"{sorted(tasks[split[0]])}. All cores of a replica must belong to one process, which brings "
+            "its rows: choose a computation_shape that fits the devices of one process "
+            f"({assignment.topology.num_tpus_per_task})."
+        )
+    order = [process for owners in tasks for process in owners]
+    counts = {order.count(task) for task in range(assignment.topology.num_tasks)}
+    if order != sorted(order) or len(counts) > 1:
+        raise ArgumentError(
+            f"{caller}: the replicas of {assignment!r} belong to processes {order[:16]}. Each process must "
+            "have as many replicas, in the order of the processes, as DeviceAssignment.build returns them: "
+            "choose num_replicas so that it uses as many devices of each process."
+        )
+    return assignment.devices

@@ -99,9 +99,9 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_858,
-    lines_of_tests: 51_294,
-    files: 206,
+    lines: 51_869,
+    lines_of_tests: 51_314,
+    files: 205,
     pieces: 0,
     private_words: 0,
     private_imports: 32,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import re
 from typing import Any
 
@@ -16,6 +18,8 @@ from jax.sharding import PartitionSpec
 import distribute_jax as dj
 from distribute_jax._mesh import split_sharding
 from distribute_jax._values import Layout
+from distribute_jax.strategies._tpu import in_topology_order
+from tests.tpu.devices import hosts
 
 LOCAL = dj.cluster_resolver.TPUClusterResolver("local")
 DeviceAssignment = dj.tpu.experimental.DeviceAssignment
@@ -278,3 +282,30 @@ def test_state_of_replicas_with_two_cores_is_saved_and_restored(tmp_path):
 def test_spmd_partitioning_cannot_be_turned_off():
     with pytest.raises(ValueError, match="must be one of True; got False"):
         dj.TPUStrategy(experimental_spmd_xla_partitioning=False)
+
+
+def neighbours(one: Any, other: Any) -> bool:
+    return sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True)) <= 1
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite"])
+def test_the_replicas_of_a_process_are_contiguous_neighbours(kind):
+    """JAX's order over all hosts of a 4 × 4 grid alternates between hosts."""
+    order = in_topology_order(hosts(2, 2, kind)[::-1])
+    owners = [device.process_index for device in order]
+    assert owners == sorted(owners)
+    assert sorted(device.id for device in order) == list(range(16))
+    first = order[:4]
+    steps = sum(neighbours(a, b) for a, b in itertools.pairwise(first))
+    assert steps >= (3 if kind == "TPU v5 lite" else 2)
+
+
+def test_eight_chips_of_a_host_are_ordered_as_a_ring():
+    devices = [dataclasses.replace(chip, process_index=0) for chip in hosts(2, 1, "TPU v5 lite")]
+    order = in_topology_order(devices)
+    assert {chip.id for chip in order} == set(range(8))
+    assert all(neighbours(a, b) for a, b in itertools.pairwise([*order, order[0]]))
+
+
+def test_simulated_devices_keep_their_order():
+    assert in_topology_order(jax.devices()[::-1]) == jax.devices()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,13 +11,8 @@ import pytest
 from devices import hosts, slices
 
 import distribute_jax as dj
-from distribute_jax.tpu._topology import in_topology_order
 
 Topology, DeviceAssignment = dj.tpu.experimental.Topology, dj.tpu.experimental.DeviceAssignment
-
-
-def neighbours(one: Any, other: Any) -> bool:
-    return sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True)) <= 1
 
 
 def test_the_topology_of_a_pod():
@@ -94,29 +87,6 @@ def test_blocks_with_a_stride_interleave():
     four = [dataclasses.replace(chip, process_index=0) for chip in hosts(2, 1)]
     woven = DeviceAssignment.build(Topology(four), [2, 1, 1, 1], [2, 1, 1, 1], num_replicas=4)
     assert woven.core_assignment[:, :, 0].tolist() == [[0, 2], [0, 2], [1, 3], [1, 3]]
-
-
-@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite"])
-def test_the_replicas_of_a_process_are_contiguous_neighbours(kind):
-    """JAX's order over all hosts of a 4 × 4 grid alternates between hosts."""
-    order = in_topology_order(hosts(2, 2, kind)[::-1])
-    owners = [device.process_index for device in order]
-    assert owners == sorted(owners)
-    assert sorted(device.id for device in order) == list(range(16))
-    first = order[:4]
-    steps = sum(neighbours(a, b) for a, b in itertools.pairwise(first))
-    assert steps >= (3 if kind == "TPU v5 lite" else 2)
-
-
-def test_eight_chips_of_a_host_are_ordered_as_a_ring():
-    devices = [dataclasses.replace(chip, process_index=0) for chip in hosts(2, 1, "TPU v5 lite")]
-    order = in_topology_order(devices)
-    assert {chip.id for chip in order} == set(range(8))
-    assert all(neighbours(a, b) for a, b in itertools.pairwise([*order, order[0]]))
-
-
-def test_simulated_devices_keep_their_order():
-    assert in_topology_order(jax.devices()[::-1]) == jax.devices()
 
 
 TOPOLOGY = Topology(hosts(1, 1))
