@@ -436,7 +436,9 @@ class LossScale(nnx.Module):
         self.good_steps = Unconditional(jnp.zeros((), jnp.int32))
 
     def multiply(self, loss: jax.Array) -> jax.Array:
-        if self.fixed is not None and self.fixed > (largest := float(finfo(loss.dtype).max)):
+        finfo: Any = jnp.finfo
+        largest = float(finfo(loss.dtype).max)
+        if self.fixed is not None and self.fixed > largest:
             raise ArgumentError(
                 f"loss_scale={self.fixed:g} is above {largest:g}, the largest number of the loss's "
                 f"{loss.dtype}: every gradient would overflow. Use a smaller one, or a loss in float32."
