@@ -237,8 +237,7 @@ def _reduce_global(op: ReduceOp, values: Sequence[PerReplica], axes: Axes) -> li
     kinds: list[tuple[tuple[int, ...], Layout]] = []
     for value in values:
         counts, dims = value.counts, _dims(axes, value.part_shape)
-        if 0 in dims or axes is None:
-            value.check_rows_known()
+        value.check_rows_known()
         if 0 not in dims and counts is not None and len(set(counts)) > 1:
             raise _uneven([(count, *value.part_shape[1:]) for count in counts], axes)
         _record_action(f"strategy.reduce({op.value!r}, axis={axes})", value)

@@ -117,6 +117,14 @@ def test_random_keys_are_shown_and_gathered_but_not_reduced(s2: dj.MirroredStrat
     np.testing.assert_allclose(local, [jax.random.normal(keys[0]) for keys in wanted], rtol=1e-6)
 
 
+@pytest.mark.parametrize("axis", [1, -1, None, 0])
+def test_a_result_with_padding_in_another_dim_is_not_reduced(s2: dj.MirroredStrategy, axis: Any):
+    (batch,) = s2.distribute_dataset([np.ones((3, 2), np.float32)])
+    columns = s2.run(jnp.transpose, args=(batch,))  # axis=1 counted the padding as a fourth example
+    with pytest.raises(dj.PerReplicaError, match="not known which rows"):
+        s2.reduce("sum", columns, axis=axis)
+
+
 def test_a_wrong_axis_raises(s2: dj.MirroredStrategy):
     with pytest.raises(ValueError, match="does not have that dim"):
         s2.reduce("sum", s2.run(replica_id), axis=0)
