@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import faulthandler
 import json
+import os
 import sys
 import threading
 import time
@@ -240,10 +241,11 @@ class ExitHandler:
     When its program has ended, the process waits until all have, since they still need the coordination
     service of process 0; the watchdog limits the wait. If the program ends with an exception, the process
     announces it and exits at once: otherwise it would wait for the others, which wait for it.
+    A forked child that ends tells the job nothing.
     """
 
     def __init__(self, job: Job, watchdog: Watchdog) -> None:
-        self._job, self._watchdog = job, watchdog
+        self._job, self._watchdog, self._pid = job, watchdog, os.getpid()
         self._code = 0
         self._excepthook: Callable[..., Any] = sys.excepthook
         sys.excepthook = self._on_error
@@ -254,6 +256,9 @@ class ExitHandler:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         self._code = 1
+        if os.getpid() != self._pid:
+            self._excepthook(kind, error, trace)
+            return
         is_local = issubclass(kind, DistributeError)  # its further lines name processes and values
         text = f"{kind.__name__}: {error if is_local else error_text(error)}".removesuffix(": ")
         status_writer().error(text)
@@ -290,6 +295,10 @@ class ExitHandler:
 
     def _on_exit(self) -> None:
         code, call = requested_exit()
+        if os.getpid() != self._pid:  # JAX would close the connections of the parent
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+            os._exit(self._code or code)
         if code not in (0, SAVED) and not self._code:
             self._code = code
             status_writer().error(call)

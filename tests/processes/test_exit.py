@@ -52,6 +52,22 @@ def left_from_partial_batches():
         strategy.run(step, args=(x,))
 
 
+def forked_child_ends(error):
+    """A child of process 1 prints and ends; returns its exit code and a sum of both processes."""
+    strategy = fault_functions.make_strategy()
+    strategy.barrier("start")
+    code = None
+    if jax.process_index() == 1:
+        if (pid := os.fork()) == 0:
+            print("of the child", end="")
+            if isinstance(error, ValueError):
+                raise error
+            sys.exit(error)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        time.sleep(3)  # several heartbeats
+    return code, float(strategy.reduce("sum", strategy.run(lambda: jax.numpy.ones(()))))
+
+
 def caught_exits_are_none():
     """Catches an exit in the middle of the job, and ends normally."""
     strategy = fault_functions.make_strategy()
@@ -132,6 +148,15 @@ def test_a_process_that_exits_without_an_error_is_named(program, args, devices):
     assert re.search(r"process 1 .*exited at step \d, while the others.* +<- the others", first)
     assert not re.search(r"process 0 \(.*<- the others", first)
     assert "ClusterOptions(shutdown_seconds=6)" in first
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("error", "code"), [(0, 0), (3, 3), (ValueError("of the child"), 1)])
+def test_the_end_of_a_forked_child_is_none_of_the_job(error, code):
+    """The child keeps its exit code and its output, and the job continues."""
+    results = run(forked_child_ends, error)
+    assert [(r.exit_code, r.value) for r in results] == [(0, (None, 2.0)), (0, (code, 2.0))]
+    assert "of the child" in results[1].stdout
 
 
 @pytest.mark.exhaustive
