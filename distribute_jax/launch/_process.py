@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, BinaryIO, Self
+from typing import IO, Self, TextIO
 
 from distribute_jax._errors import ClusterError
 from distribute_jax._supervision import ENDED
@@ -264,9 +264,9 @@ def _read(stream: IO[bytes], sink: Sink) -> None:
 class Printer:
     """Prints the lines of one stream of a process with its index, and keeps the last ones."""
 
-    def __init__(self, process: int, stream: BinaryIO, lock: threading.Lock) -> None:
+    def __init__(self, process: int, stream: TextIO | None, lock: threading.Lock) -> None:
         self._prefix = f"[{process}] ".encode()
-        self._stream = stream
+        self._stream = None if stream is None else stream.buffer  # None where the shell closed it
         self._lock = lock
         self._lines: deque[bytes] = deque(maxlen=_MAX_KEPT_LINES)
 
@@ -274,6 +274,8 @@ class Printer:
         if line.startswith(b"[Gloo] Rank "):  # C++ prints in each process that it is connected
             return
         self._lines.append(line)
+        if self._stream is None:
+            return
         with self._lock, suppress(OSError, ValueError):
             self._stream.write(self._prefix + line.removesuffix(b"\n") + b"\n")
             self._stream.flush()

@@ -173,7 +173,7 @@ class Attempt:
             for i, place in enumerate(places)
         ]
         self._lock = threading.Lock()
-        self._errors = [Printer(i, sys.stderr.buffer, self._lock) for i in range(job.processes)]
+        self._errors = [Printer(i, sys.stderr, self._lock) for i in range(job.processes)]
         self._failures: list[ProcessFailure] = []
         self._stop_signal: int | None = None
         self._limit = float("inf")
@@ -205,7 +205,7 @@ class Attempt:
         )
 
     def _sinks(self, spec: ProcessSpec) -> tuple[Sink, Sink]:
-        return Printer(spec.index, sys.stdout.buffer, self._lock), self._errors[spec.index]
+        return Printer(spec.index, sys.stdout, self._lock), self._errors[spec.index]
 
     def _handle(self, group: ProcessGroup, event: ChildProcess | signal.Signals | None) -> None:
         if isinstance(event, signal.Signals):

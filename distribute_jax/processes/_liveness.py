@@ -296,7 +296,7 @@ class ExitHandler:
     def _on_exit(self) -> None:
         code, call = requested_exit()
         if os.getpid() != self._pid:  # JAX would close the connections of the parent
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(AttributeError, OSError, ValueError):
                 sys.stdout.flush()
             os._exit(self._code or code)
         if code not in (0, SAVED) and not self._code:

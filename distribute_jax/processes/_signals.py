@@ -149,8 +149,8 @@ def requested_exit() -> tuple[int, str]:
 
 
 def say(message: str) -> None:
-    """Writes a line to standard error, which may be closed or on a full disk."""
-    with contextlib.suppress(OSError, ValueError):
+    """Writes a line to standard error, which may be closed, None or on a full disk."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
         sys.stderr.write(f"distribute_jax: {message}\n")
         sys.stderr.flush()
 
@@ -164,7 +164,7 @@ def exit_process(job: Job, code: int, message: str = "") -> NoReturn:
     if message:
         status_writer().error(message)
         say(message)
-    with contextlib.suppress(OSError, ValueError):  # it may be closed
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # it may be closed, or None
         sys.stdout.flush()
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         job.store.put(f"{_EXITED}{job.index}", str(code))

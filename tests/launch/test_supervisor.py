@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -284,6 +285,16 @@ def test_nothing_that_a_process_started_outlives_it(launch, tmp_path):
     pid = int(launched.out[0].split()[1])
     with pytest.raises(ProcessLookupError):
         _until_gone(pid)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_a_job_runs_where_the_shell_closed_an_output(tmp_path, closed):
+    """The launch ended with an AttributeError, since Python has None for a closed stream."""
+    done, script = tmp_path / "done", tmp_path / "program.py"
+    script.write_text(f"print('text')\nopen({str(done)!r}, 'w').close()")
+    command = f"{shlex.quote(sys.executable)} -m distribute_jax launch {shlex.quote(str(script))} {closed}"
+    assert subprocess.run(command, shell=True, timeout=60).returncode == 0
+    assert done.exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells whose a process is")
