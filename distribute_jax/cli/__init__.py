@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
+from io import TextIOWrapper
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -22,6 +23,8 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command, by default that of ``sys.argv``, and returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if isinstance(sys.stdout, TextIOWrapper):  # an encoding without "→" prints "?"
+        sys.stdout.reconfigure(errors="replace")
     parser = argparse.ArgumentParser(prog="distribute-jax", description=_DESCRIPTION)
     parser.add_argument(
         "--version", action="version", version=f"%(prog)s {version('distribute-jax')}"
