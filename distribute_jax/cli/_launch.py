@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_program(program: str, *, is_module: bool, command: str = "launch") -> None:
-    missing = ""
+    missing = ""  # by os.path, since a Path raises where it is too long
     if is_module:
         first = program.partition(".")[0]  # to look further would import it
         if not first or not (PathFinder.find_spec(first, [str(Path.cwd())]) or find_spec(first)):

@@ -26,7 +26,13 @@ from distribute_jax._errors import DeadlineExceededError, DistributeError, StepF
 from distribute_jax._messages import error_text, is_runtime_failure
 from distribute_jax._supervision import AWAITED, DIVERGED, HUNG, OTHER_FAILED, SAVED
 from distribute_jax.processes._job import Job, current_job
-from distribute_jax.processes._signals import exit_process, record_exit_code, requested_exit, say
+from distribute_jax.processes._signals import (
+    exit_process,
+    flush_output,
+    record_exit_code,
+    requested_exit,
+    say,
+)
 from distribute_jax.processes._status import (
     COMPILING,
     RESTORING,
@@ -296,8 +302,7 @@ class ExitHandler:
     def _on_exit(self) -> None:
         code, call = requested_exit()
         if os.getpid() != self._pid:  # JAX would close the connections of the parent
-            with contextlib.suppress(AttributeError, OSError, ValueError):
-                sys.stdout.flush()
+            flush_output()
             os._exit(self._code or code)
         if code not in (0, SAVED) and not self._code:
             self._code = code

@@ -155,6 +155,12 @@ def say(message: str) -> None:
         sys.stderr.flush()
 
 
+def flush_output() -> None:
+    """Flushes standard output, which may be closed or None."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        sys.stdout.flush()
+
+
 def exit_process(job: Job, code: int, message: str = "") -> NoReturn:
     """Ends the process at once, with a message on standard error.
 
@@ -164,8 +170,7 @@ def exit_process(job: Job, code: int, message: str = "") -> NoReturn:
     if message:
         status_writer().error(message)
         say(message)
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # it may be closed, or None
-        sys.stdout.flush()
+    flush_output()
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         job.store.put(f"{_EXITED}{job.index}", str(code))
         deadline = time.monotonic() + (0 if job.index else _LINGER_SECONDS)

@@ -45,9 +45,9 @@ def flatten_results(
     for path, leaf in paths:
         if id(leaf) in bound:
             leaves.append(bound[id(leaf)])
-        elif isinstance(leaf, _ARRAYS) and not isinstance(
-            leaf, np.character
-        ):  # text is a static value
+        elif isinstance(leaf, (str, bytes)):  # of NumPy too, which are np.generic
+            leaves.append(("static", leaf))
+        elif isinstance(leaf, (PerExample, jax.Array, np.ndarray, np.generic)):
             if isinstance(leaf, PerExample):
                 declared.add(len(arrays))
                 leaf = leaf.value
@@ -102,9 +102,6 @@ class PerExample:
     """Marks a leaf of the result that has one row for each example of the replica's batch."""
 
     value: Any
-
-
-_ARRAYS = (PerExample, jax.Array, np.ndarray, np.generic)
 
 
 def per_example(tree: T) -> T:

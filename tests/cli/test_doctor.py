@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -125,3 +126,12 @@ def test_the_demo_trains_from_the_command_line(before, tmp_path):
     assert "4 replicas" in done.stdout
     if not before:
         assert float(done.stdout.split()[-1]) < 1e-5
+
+
+def test_a_terminal_without_unicode_gets_question_marks():
+    """``launch -h`` ended with a UnicodeEncodeError where the locale is ASCII or Latin-1."""
+    command = [sys.executable, "-m", "distribute_jax", "launch", "-h"]
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=ascii_only, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "usage: distribute-jax launch" in done.stdout

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from distribute_jax.cli import main
@@ -62,12 +58,3 @@ def test_without_a_program_only_the_program_is_missing(command, capsys):
     with pytest.raises(SystemExit):
         main([command])
     assert capsys.readouterr().err.endswith("arguments are required: program\n")
-
-
-def test_a_terminal_without_unicode_gets_question_marks():
-    """``launch -h`` ended with a UnicodeEncodeError where the locale is ASCII or Latin-1."""
-    command = [sys.executable, "-m", "distribute_jax", "launch", "-h"]
-    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, env=ascii_only, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "usage: distribute-jax launch" in done.stdout

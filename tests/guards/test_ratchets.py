@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_884,
-    lines_of_tests: 51_371,
+    lines: 51_891,
+    lines_of_tests: 51_372,
     files: 205,
     pieces: 0,
     private_words: 0,

@@ -80,14 +80,18 @@ def test_sigterm_of_a_forked_child_does_not_reach_its_parent() -> None:
     assert not seen
 
 
-def test_a_process_with_a_closed_stderr_exits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader of its output has ended, or the disk of its log is full."""
+class _Unread(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
 
-    class Unread(io.StringIO):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
 
-    monkeypatch.setattr("sys.stderr", Unread())
+@pytest.mark.parametrize("stream", [_Unread(), None], ids=["unread", "closed by the shell"])
+def test_a_process_exits_whatever_its_outputs_are(
+    stream: io.StringIO | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader has ended, or the disk of the log is full; Python has None for what the shell closed."""
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr("sys.stdout", stream)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit, match=str(TERMINATED)):
         exit_unsaved(current_job(), "SIGTERM")
