@@ -37,7 +37,9 @@ ROOT = os.path.dirname(os.path.abspath(__file__))
 DEMO = [["examples/digits.py"], ["examples/digits_fit.py"]]
 LINT = [["ruff", "check"], ["ruff", "format", "--check"], ["codespell_lib"], ["mypy"]]
 SITE = ["sphinx", "-W", "--keep-going", "-q", "-j", "2", "docs", "build/docs"]
-BUILD_TOOLS = ["hatchling", "editables"]
+BUILD_TOOLS = ["uv", "hatchling", "editables"]
+# uv takes a tenth of pip's time; where it fails, pip installs. It calls pip's settings UV_...:
+UV = {"index-url": "DEFAULT_INDEX", "extra-index-url": "INDEX", "find-links": "FIND_LINKS"}
 STAMP = "made-by-dev.py"
 
 # Run by every candidate, so it stays with what all Pythons since 3.4 have.
@@ -56,18 +58,13 @@ print(json.dumps([version, getattr(sys, "_base_executable", None) or sys.executa
 
 # An interpreter that was run; ``fault`` is why it cannot be used, or "".
 Python = NamedTuple("Python", [("release", str), ("executable", str), ("fault", str)])
-# An environment: the end of its folder's name, what pip installs, and its only Python or "".
+# An environment: the end of its folder's name, what is installed, and its only Python or "".
 Contents = NamedTuple("Contents", [("suffix", str), ("packages", List[str]), ("python", str)])
-# pip builds the project with the tools that were installed before: pinned, and without network.
+# The project is built with the tools that were installed before: pinned, and without network.
 SUITE = Contents("", ["--no-build-isolation", "-e", ".[test]"], "")
 OPTIONAL = ["-r", "constraints/sources-python-3.11.txt"]
 SOURCES = Contents("-sources", OPTIONAL + SUITE.packages, "3.11")
 DOCS = Contents("-docs", ["-r", "constraints/docs.txt", *SUITE.packages[:-1], ".[examples]"], "")
-
-
-def say(message: str) -> None:
-    """Prints a line of progress at once, also into a pipe."""
-    print("dev.py: " + message, flush=True)
 
 
 def numbers(release: str) -> List[int]:
@@ -174,14 +171,19 @@ def create(folder: str, contents: Contents) -> None:
     os.makedirs(folder, exist_ok=True)
     open(os.path.join(folder, STAMP), "w").close()  # Empty until all is installed.
     inside = os.path.join(folder, "bin", "python")
-    quick = ["-qq", "--no-compile"]  # most of it is never imported
-    pip = [inside, "-m", "pip", "install", *quick, "-c", constraints_file(python.release)]
+    pinned = ["-c", constraints_file(python.release)]
     venv = [python.executable, "-m", "venv", folder]
-    for command in (venv, pip + BUILD_TOOLS, pip + contents.packages):
-        if any(run([command], job_environment(inside))):
+    pip = [inside, "-m", "pip", "install", "-qq", "--no-compile", *pinned]  # most is never imported
+    uv = [inside, "-m", "uv", "pip", "install", "-q", *pinned, *contents.packages]
+    for commands in ([venv], [pip + BUILD_TOOLS], [uv, pip + contents.packages]):
+        listed = subprocess.getoutput(shlex.quote(inside) + " -m pip config list")
+        settings = re.findall(r"\.([a-z-]+)='(.*)'", listed)
+        known = {"UV_" + UV[key]: text.replace("\\n", " ") for key, text in settings if key in UV}
+        known["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # as pip: the best of all indexes
+        if all(any(run([command], {**known, **job_environment(inside)})) for command in commands):
             sys.exit(
                 "dev.py: Installing failed: {}\nNext, check the network and the disk, then type the same"
-                " command again; it starts afresh.".format(" ".join(map(shlex.quote, command)))
+                " command again; it starts afresh.".format(" ".join(map(shlex.quote, commands[-1])))
             )
     with open(os.path.join(folder, STAMP), "w", encoding="utf-8") as file:
         file.write(stamp_for(python.release, contents))
@@ -195,7 +197,7 @@ def environment_ready(contents: Contents = SUITE) -> Iterator[str]:
     with open(folder + ".lock", "a") as used:
         fcntl.flock(used, fcntl.LOCK_SH)
         if not is_ready(folder, contents):
-            say("making {} (once: minutes, 1-4 GB) when no other dev.py uses it".format(folder))
+            print("dev.py: making", folder, "(once, 1-4 GB) when no other uses it", flush=True)
             fcntl.flock(used, fcntl.LOCK_UN)
             with open(folder + ".making.lock", "a") as making:  # who waits here waits for no user
                 fcntl.flock(making, fcntl.LOCK_EX)
@@ -251,8 +253,8 @@ def test(options: argparse.Namespace, rest: List[str]) -> int:
         steps, contents = [SITE + rest], DOCS
     elif options.sources and not rest:
         steps = [["pytest", "tests/data/sources", "tests/servers", "-k", "sources or ray"]]
-    elif options.lint or not (options.no_lint or rest):
-        steps = LINT + steps * (not options.lint)
+    elif not rest:
+        steps = LINT + steps
     with environment_ready(contents) as python:
         # Compiled programs and modules that workers, the processes of tests and later runs share.
         environment = dict(
@@ -262,11 +264,11 @@ def test(options: argparse.Namespace, rest: List[str]) -> int:
             PYTHONDONTWRITEBYTECODE="",
             PYTHONPYCACHEPREFIX=os.path.join(ROOT, ".cache", "pycache"),
         )
-        say(", ".join(" ".join(step) for step in steps))
+        print("dev.py:", ", ".join(map(" ".join, steps)), flush=True)
         statuses = run([[python, "-m", *step] for step in steps], environment)
     for number, step in enumerate(steps):
         if statuses[number]:
-            say("FAILED; to repeat it: " + " ".join(map(shlex.quote, [python, "-m", *step])))
+            print("dev.py: FAILED; to repeat it:", *map(shlex.quote, [python, "-m", *step]))
     return int(any(statuses))
 
 
@@ -285,8 +287,6 @@ def main(arguments: List[str]) -> int:
     parser.add_argument("command", choices=list(jobs))
     text = "8 simulated CPU devices (default), or those that JAX finds"
     parser.add_argument("--devices", choices=["simulated", "real"], default="simulated", help=text)
-    parser.add_argument("--lint", action="store_true", help="test: only lint and types")
-    parser.add_argument("--no-lint", action="store_true", help="test: only the tests")
     parser.add_argument("--sources", action="store_true", help="test: those of TensorFlow etc.")
     at = arguments.index("--") if "--" in arguments else len(arguments)
     options, rest = parser.parse_known_args(arguments[:at])

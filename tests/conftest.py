@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,8 +39,16 @@ ONE_REPLICA = "program/test_run"
 """Where one replica is looked at by default too; elsewhere it is exhaustive, as are 2 and 8."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds what CI runs on the oldest Python."""
+    text = "of a test with parameters, run only the first and the last case"
+    parser.addoption("--first-and-last", action="store_true", help=text)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
     """Marks other numbers of replicas as exhaustive, before tests are deselected."""
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
@@ -48,6 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         replicas = parameters.get("strategy")
         if replicas in (2, 8) or (replicas == 1 and not where.startswith(ONE_REPLICA)):
             item.add_marker(pytest.mark.exhaustive)
+    yield
+    if config.getoption("--first-and-last"):
+        cases: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        items[:] = [item for same in cases.values() for item in same[:1] + same[1:][-1:]]
 
 
 def pytest_collection_finish() -> None:

@@ -13,8 +13,10 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from conftest import TESTS, pytest_collection_modifyitems
 
 import dev
 from benchmarks._peer_environments import PEERS, peer_arguments
@@ -29,8 +31,10 @@ FAKE_PYTHON = """#!/bin/sh
 case "$*" in
   "-c "*) echo '{answer}'; exit 0 ;;
   "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; exit 0 ;;
+  "-m pip config list") echo "global.find-links='/wheels'"; exit 0 ;;
+  "-m uv "*) echo "$UV_FIND_LINKS: $*" >> '{log}' ;;
+  *) echo "$*" >> '{log}' ;;
 esac
-echo "$*" >> '{log}'
 if [ -f '{log}.fail' ] && echo "$*" | grep -q -f '{log}.fail'; then echo "no network"; exit 1; fi
 """
 
@@ -308,8 +312,8 @@ def test_the_first_run_installs_and_the_second_does_not(
     repository.add_python("3.13.0")
     assert dev.main(["demo", "--epochs", "3"]) == 0
     tools, packages, job, fit = repository.calls()
-    assert "constraints/python-3.13.txt hatchling" in tools
-    assert "--no-build-isolation -e .[test]" in packages
+    assert "constraints/python-3.13.txt uv hatchling" in tools
+    assert re.fullmatch(r"/wheels: -m uv pip .* --no-build-isolation -e \.\[test\]", packages)
     assert job == "examples/digits.py --devices simulated --epochs 3"
     assert fit == "examples/digits_fit.py --devices simulated --epochs 3"
     assert "making " in capsys.readouterr().out
@@ -327,6 +331,15 @@ def test_a_failed_installation_is_reported_and_redone(repository: FakeRepository
     repository.calls()
     assert dev.main(["demo"]) == 0
     assert len(repository.calls()) == 4
+
+
+def test_pip_installs_where_uv_fails(repository: FakeRepository) -> None:
+    repository.add_python("3.13.0")
+    repository.fail_on("-m uv")
+    assert dev.main(["test", "-x"]) == 0
+    _, with_uv, with_pip, _ = repository.calls()
+    assert "-m uv " in with_uv
+    assert re.fullmatch(r"-m pip install .* --no-build-isolation -e \.\[test\]", with_pip)
 
 
 def test_venv_variable_names_the_folder(
@@ -377,7 +390,7 @@ def test_the_sources_have_a_separate_environment(repository: FakeRepository) -> 
     assert "-r constraints/sources-python-3.11.txt" in packages
     assert "constraints/python-3.11.txt" in packages
     assert tests == "-m pytest tests/data/sources tests/servers -k sources or ray"
-    assert dev.main(["test", "--no-lint"]) == 0
+    assert dev.main(["test", "-x"]) == 0
     assert len(repository.calls()) == 3
     with (repository.root / "constraints" / SOURCES.name).open("a") as file:
         file.write("another==1.0\n")
@@ -405,7 +418,7 @@ def test_each_peer_has_an_environment_with_nothing_else(repository: FakeReposito
     python = f"tensorflow={repository.root}/.venv-peers-tensorflow/bin/python"
     assert others[:3] == ["--python", python, "--absent"]
     assert others[3] == "torch=No usable Python was found; needed is a released CPython 3.11"
-    installed = [call for call in repository.calls() if " -r " in call]
+    installed = [call for call in repository.calls() if "-m uv " in call]
     files = ["constraints/peers-keras.txt", "constraints/peers-tensorflow.txt"]
     assert [call.partition(" -r ")[2] for call in installed] == files
 
@@ -441,8 +454,6 @@ def test_a_job_gets_a_clean_environment(monkeypatch: pytest.MonkeyPatch, devices
     ("arguments", "expected"),
     [
         (["test"], ["ruff check", "ruff format --check", "codespell_lib", "mypy", "pytest -n"]),
-        (["test", "--lint"], ["ruff check", "ruff format --check", "codespell_lib", "mypy"]),
-        (["test", "--no-lint"], ["pytest -n"]),
         (["test", "-k", "stamp", "tests/test_dev.py"], ["pytest -k stamp tests/test_dev.py"]),
         (["test", "--sources", "-x"], ["pytest -x"]),
         (["docs", "-E"], ["sphinx -W --keep-going -q -j 2 docs build/docs -E"]),
@@ -451,7 +462,7 @@ def test_a_job_gets_a_clean_environment(monkeypatch: pytest.MonkeyPatch, devices
             ["bench", "--full", "--only", "fit", "--devices", "real"],
             ["benchmarks --devices real --full --only fit"],
         ),
-        (["bench", "--", "--lint"], ["benchmarks --devices simulated --lint"]),
+        (["bench", "--", "--sources"], ["benchmarks --devices simulated --sources"]),
     ],
 )
 def test_what_a_command_runs(
@@ -544,18 +555,27 @@ def test_ci_runs_the_oldest_and_the_newest_python(tmp_path: Path) -> None:
     assert status == 0
     assert sorted(calls[:-1]) == [
         "3.11 .venv-oldest dev.py docs",
-        "3.11 .venv-oldest dev.py test",
         "3.11 .venv-oldest dev.py test --sources",
+        "3.11 .venv-oldest dev.py test -n 3 --dist worksteal --first-and-last",
         f"3.11 .venv-oldest {EXHAUSTIVE}",
-        "3.13 .venv dev.py test --lint",
     ]
-    assert calls[-1] == "3.13 .venv dev.py test --no-lint"
+    assert calls[-1] == "3.13 .venv dev.py test"
+
+
+def test_of_a_test_with_parameters_the_first_and_the_last_case_are_kept() -> None:
+    names = ["a.py::f[1]", "a.py::f[2]", "a.py::f[3]", "a.py::g", "b.py::f[1]"]
+    items = [SimpleNamespace(nodeid=name, path=TESTS / name[:4]) for name in names]
+    for wanted, kept in [(False, names), (True, [name for name in names if name[-2] != "2"])]:
+        config = SimpleNamespace(getoption={"--first-and-last": wanted}.get)
+        marked = pytest_collection_modifyitems(config, items)
+        assert [next(marked), next(marked, None)] == [None, None]
+        assert [item.nodeid for item in items] == kept
 
 
 def test_ci_on_one_python_says_what_it_skips(tmp_path: Path) -> None:
     status, output, calls = run_ci(tmp_path, r"3.12.1\t/b\n")
     assert status == 0
-    assert "skipped: the suite on a newer Python (only 3.12 is installed)" in output
+    assert "skipped: the tests on an older Python (only 3.12 is installed)" in output
     assert "skipped: the sources of TensorFlow, PyTorch and Hugging Face (no Python 3.11)" in output
     commands = ["dev.py docs", "dev.py test", EXHAUSTIVE]
     assert sorted(calls) == [f"3.12 .venv-oldest {command}" for command in commands]
@@ -564,4 +584,4 @@ def test_ci_on_one_python_says_what_it_skips(tmp_path: Path) -> None:
 def test_ci_fails_with_the_tests(tmp_path: Path) -> None:
     status, _, calls = run_ci(tmp_path, r"3.13.0\t/a\n3.11.7\t/c\n", status=1)
     assert status == 1
-    assert "3.13 .venv dev.py test --no-lint" not in calls
+    assert "3.13 .venv dev.py test" not in calls
