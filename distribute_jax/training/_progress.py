@@ -19,8 +19,8 @@ REFRESH_SECONDS = 0.1
 def progress(verbose: int | str, method: str) -> list[Callback]:
     """Returns the callbacks that show progress, on the chief only.
 
-    ``verbose`` is 0 for nothing, 1 or ``"auto"`` for a bar, 2 for lines; without a terminal or notebook
-    lines replace the bar.
+    ``verbose`` is 0 for nothing, 1 or ``"auto"`` for a bar, 2 for lines; lines replace the bar without a
+    terminal that has its characters, or a notebook.
     """
     check_choice(f"{method}(verbose)", verbose, ("auto", 0, 1, 2))
     if verbose == 0 or not is_chief():
@@ -28,7 +28,8 @@ def progress(verbose: int | str, method: str) -> list[Callback]:
     from rich.console import Console
 
     console = Console()
-    if verbose == 2 or not (console.is_jupyter or console.is_interactive):
+    has_bar = console.is_jupyter or (console.is_interactive and not console.options.ascii_only)
+    if verbose == 2 or not has_bar:
         return [Progress(method, Lines())]
     return [Progress(method, NotebookBar() if console.is_jupyter else Bar(console))]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +37,15 @@ def test_a_line_for_each_epoch_without_a_terminal(
     shown = lines(capsys.readouterr().out)
     assert [line[:2] for line in shown] == [("Epoch 1/2", "2"), ("Epoch 2/2", "2")]
     assert re.fullmatch(r"loss: \d+\.\d{4} - val_loss: \S+", shown[0][2])
+
+
+def test_a_terminal_without_the_characters_of_the_bar_gets_lines(
+    example: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    console = Console(file=TextIOWrapper(BytesIO(), "ascii"), force_terminal=True)
+    monkeypatch.setattr("rich.console.Console", lambda: console)
+    example.fit(verbose=1)
+    assert [line[0] for line in lines(capsys.readouterr().out)] == ["Epoch 1/1"]
 
 
 @pytest.mark.exhaustive
