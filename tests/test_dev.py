@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import TESTS, pytest_collection_modifyitems
 
 import dev
 from benchmarks._peer_environments import PEERS, peer_arguments
@@ -562,12 +561,15 @@ def test_ci_runs_the_oldest_and_the_newest_python(tmp_path: Path) -> None:
     assert calls[-1] == "3.13 .venv dev.py test"
 
 
-def test_of_a_test_with_parameters_the_first_and_the_last_case_are_kept() -> None:
+def test_of_a_test_with_parameters_the_first_and_the_last_case_are_kept(
+    pytestconfig: pytest.Config,
+) -> None:
+    here = pytestconfig.pluginmanager.get_plugin(str(REPOSITORY / "tests" / "conftest.py"))
     names = ["a.py::f[1]", "a.py::f[2]", "a.py::f[3]", "a.py::g", "b.py::f[1]"]
-    items = [SimpleNamespace(nodeid=name, path=TESTS / name[:4]) for name in names]
+    items = [SimpleNamespace(nodeid=name, path=here.TESTS / name[:4]) for name in names]
     for wanted, kept in [(False, names), (True, [name for name in names if name[-2] != "2"])]:
         config = SimpleNamespace(getoption={"--first-and-last": wanted}.get)
-        marked = pytest_collection_modifyitems(config, items)
+        marked = here.pytest_collection_modifyitems(config, items)
         assert [next(marked), next(marked, None)] == [None, None]
         assert [item.nodeid for item in items] == kept
 
