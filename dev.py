@@ -36,7 +36,7 @@ from typing import Dict, Iterator, List, NamedTuple, Optional
 ROOT = os.path.dirname(os.path.abspath(__file__))
 DEMO = [["examples/digits.py"], ["examples/digits_fit.py"]]
 LINT = [["ruff", "check"], ["ruff", "format", "--check"], ["codespell_lib"], ["mypy"]]
-SITE = ["sphinx", "-W", "--keep-going", "-q", "-j", "2", "docs", "build/docs"]
+SITE = ["sphinx", "-W", "--keep-going", "-q", "docs", "build/docs"]
 BUILD_TOOLS = ["uv", "hatchling", "editables"]
 # uv takes a tenth of pip's time; where it fails, pip installs. It calls pip's settings UV_...:
 UV = {"index-url": "DEFAULT_INDEX", "extra-index-url": "INDEX", "find-links": "FIND_LINKS"}

@@ -41,8 +41,8 @@ ONE_REPLICA = "program/test_run"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds what CI runs on the oldest Python."""
-    text = "of a test with parameters, run only the first and the last case"
-    parser.addoption("--first-and-last", action="store_true", help=text)
+    text = "of a test with parameters, run only the first case"
+    parser.addoption("--first-case", action="store_true", help=text)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -57,11 +57,11 @@ def pytest_collection_modifyitems(
         if replicas in (2, 8) or (replicas == 1 and not where.startswith(ONE_REPLICA)):
             item.add_marker(pytest.mark.exhaustive)
     yield
-    if config.getoption("--first-and-last"):
-        cases: dict[str, list[pytest.Item]] = {}
+    if config.getoption("--first-case"):
+        first: dict[str, pytest.Item] = {}
         for item in items:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-        items[:] = [item for same in cases.values() for item in same[:1] + same[1:][-1:]]
+            first.setdefault(item.nodeid.partition("[")[0], item)
+        items[:] = first.values()
 
 
 def pytest_collection_finish() -> None:
