@@ -7,6 +7,7 @@ messages about arguments are one line. ``docs/errors.md`` has the cause and the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -183,7 +184,8 @@ class UnsupportedError(DistributeError, NotImplementedError):
 
 _LOG = logging.getLogger("distribute_jax")
 _logged: set[Hashable] = set()
-_PACKAGE = str(Path(__file__).parent) + os.sep
+_FILES = (str(Path(__file__).parent) + os.sep, contextlib.__file__)
+"""The files of this library and of its context managers, as the beginnings of paths."""
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
@@ -207,7 +209,7 @@ def users_line() -> str:
 def _users_frame() -> tuple[int, FrameType | None]:
     """Returns the stack level of the innermost frame outside this library, and the frame."""
     level, frame = 0, inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith(_FILES):
         level, frame = level + 1, frame.f_back
     return level, frame
 

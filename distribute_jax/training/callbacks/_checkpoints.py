@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from distribute_jax._checks import check_choice, check_int
@@ -12,7 +11,7 @@ from distribute_jax._supervision import SAVED
 from distribute_jax.checkpoint import CheckpointManager
 from distribute_jax.checkpoint._agreement import by_chief
 from distribute_jax.checkpoint._manager import delete_all, wait_locally
-from distribute_jax.processes import Preemption, is_chief
+from distribute_jax.processes import Preemption
 from distribute_jax.processes._status import report_step
 from distribute_jax.training.callbacks._callback import Callback
 from distribute_jax.training.callbacks._monitor import Monitor, print_on_chief
@@ -84,8 +83,6 @@ class ModelCheckpoint(Monitor):
                 f"ModelCheckpoint(filepath={self.filepath!r}) cannot be filled in: {error}. Between braces "
                 f"it may have, with a format for numbers: {', '.join(['epoch', *logs])}."
             ) from None
-        if is_chief():
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
         print_on_chief(self.verbose, f"Epoch {epoch + 1}: saving the model to {path}")
         if self.save_weights_only:
             self.model.save_weights(path)

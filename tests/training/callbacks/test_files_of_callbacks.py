@@ -51,6 +51,7 @@ def test_a_full_disk_ends_the_log_and_not_the_training(
         with pytest.warns(RuntimeWarning, match="can no longer write.*No space left") as warned:
             history = example.fit(logger, epochs=3)
         assert len(warned) == 1
+        assert warned[0].filename == str(Path(__file__).with_name("conftest.py"))
         assert len(history.epoch) == 3
 
 
@@ -158,7 +159,15 @@ def test_checkpoint_names_contain_epochs_and_logs(
         ("save", "01-25.50", pytest.approx(0.49)),
         ("save", "02-6.12", pytest.approx(0.2401)),
     ]
-    assert (tmp_path / "a").is_dir()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_of_the_checkpoint(example: Any, tmp_path: Path):
+    """It is raised on all processes of a job, where the chief alone would raise one of the system."""
+    (tmp_path / "a").touch()
+    with pytest.raises(
+        dj.CheckpointFileError, match=r"(?s)a/1 could not be .*Remove the file that is"
+    ):
+        example.fit(dj.callbacks.ModelCheckpoint(tmp_path / "a" / "{epoch}"))
 
 
 def test_only_better_models_are_saved(
