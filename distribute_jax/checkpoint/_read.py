@@ -150,6 +150,8 @@ def read_leaves(
                 sizes[part.folder][part.name] = record.dtype, part.shape
     try:
         stored = {f: _read_folder(directory, name, manifest, f, sizes[f]) for f in sizes}
+    except FileNotFoundError as error:
+        raise CheckpointDamagedError(f"{where} was removed while it was read: {error}") from error
     except OSError as error:
         raise CheckpointFileError(f"{where} cannot be read: {error}") from error
 

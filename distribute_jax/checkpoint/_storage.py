@@ -56,7 +56,8 @@ class DiskDirectory:
     def names(self) -> list[str]:
         """Returns the names of possible checkpoints; in an object store, of those with a manifest."""
         try:
-            return [path.name for path in self.path.iterdir() if path.is_dir()]
+            # Not Path.iterdir: its is_dir misses the old step and the new one where another program saves.
+            return [entry.name for entry in os.scandir(self.path) if entry.is_dir()]
         except FileNotFoundError:
             return []
 

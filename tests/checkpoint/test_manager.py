@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _agreement, _steps, _storage, _write, load, save
+from distribute_jax.checkpoint import _agreement, _read, _steps, _storage, _write, load, save
 
 
 def saved(manager: dj.CheckpointManager, steps: Any, **kinds: Any) -> list[int]:
@@ -189,6 +190,25 @@ def test_two_managers_on_one_directory_do_not_disturb_each_other(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "2"]
     for step in (1, 2):
         first.restore(step, {"x": np.zeros(2)})
+
+
+@pytest.mark.parametrize("where", ["_read_folder", "read_arrays"])
+def test_a_step_that_is_replaced_while_it_is_read_is_not_damaged(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where one program trains with ``max_to_keep=1``, and another evaluates: it gets the new one."""
+    trainer, tree = dj.CheckpointManager(tmp_path, max_to_keep=1), {"x": np.zeros(2)}
+    read, steps = getattr(_read, where), iter([1, 2])
+
+    def save_next(*_: Any) -> None:
+        for step in itertools.islice(steps, 1):
+            trainer.save(step, {"x": np.full(2, float(step))})
+            trainer.wait()
+
+    save_next()
+    monkeypatch.setattr(_read, where, lambda *arguments: (save_next(), read(*arguments))[1])
+    assert dj.CheckpointManager(tmp_path).restore_latest(tree) == 2
+    assert tree["x"].tolist() == [2, 2]
 
 
 def test_the_next_save_removes_what_a_killed_one_left(tmp_path: Path) -> None:
