@@ -179,7 +179,8 @@ def await_file(directory: Directory, path: str, sha256: str) -> bytes | None:
 def _announcement(method: str, failure: Exception | None, value: Any = None) -> Announcement:
     if failure is None:
         return Announcement(method, value=value)
-    return Announcement(method, type(failure).__name__, error_text(failure))
+    text = str(failure) if isinstance(failure, DistributeError) else error_text(failure)
+    return Announcement(method, type(failure).__name__, text)
 
 
 def _exchange(local: Announcement) -> list[Announcement]:

@@ -171,6 +171,8 @@ def keep_steps(folder, saved):
     outcome["returns"] = broken.save(2, tree, force=True)
     outcome["later"] = message(broken.wait)
     outcome["missing"] = message(lambda: dj.checkpoint.load(folder / "nowhere", tree))
+    misfit = {**tree, "best": "none"} if me else tree
+    outcome["misfit on 1"] = message(lambda: manager.restore_latest(misfit))
     outcome["no step"] = message(lambda: manager.restore(9, tree))
     outcome["still"] = _equal(numbers(tree), wanted[-1])
     return outcome

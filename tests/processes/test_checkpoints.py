@@ -95,6 +95,10 @@ FAILURES = {
     "later": ("CheckpointFileError", ["broken/2 could not be written"]),
     "missing": ("CheckpointError", ["There is no checkpoint at"]),
     "other step": ("CheckpointError", ["the step or name: 8 on process 0, 9 on process 1"]),
+    "misfit on 1": (
+        "CheckpointError",
+        ["['best']: expected a Python float (saved), got a Python str"],
+    ),
     "no step": ("CheckpointError", ["There is no step 9", "There are [2]"]),
 }
 
