@@ -311,6 +311,15 @@ class ExitHandler:
                 announce_failure(self._job, call)
         if self._code:
             exit_process(self._job, self._code)
+        try:
+            self._await_others()
+        except KeyboardInterrupt:
+            text = "KeyboardInterrupt while it waited for the others to end"
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                announce_failure(self._job, text)
+            exit_process(self._job, 1, text)
+
+    def _await_others(self) -> None:
         self._job.actions.publish()
         self._job.store.put(f"{_NEWS}{_FINISHED}{self._job.index}", str(activity().step))
         while len(_finished_steps(self._job)) < self._job.count:

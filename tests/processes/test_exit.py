@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -75,6 +76,19 @@ def caught_exits_are_none():
         sys.exit(5)
     strategy.barrier("end")
     return "through"
+
+
+def interrupted_at_its_end(process):
+    """One process gets Ctrl-C when it has finished, while the other one still works."""
+    strategy = fault_functions.make_strategy()
+    strategy.barrier("start")
+    print(f"end at {time.time():.3f}", flush=True)
+    if jax.process_index() == process:
+        interrupt = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
+        interrupt.daemon = True
+        interrupt.start()
+    else:
+        time.sleep(20)
 
 
 def later_than_the_others_waited():
@@ -164,6 +178,18 @@ def test_a_sys_exit_that_is_caught_is_ignored():
     """A program that catches its ``SystemExit`` ends with 0."""
     results = run(caught_exits_are_none)
     assert [(r.exit_code, r.value) for r in results] == [(0, "through")] * 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("process", [0, 1])
+def test_ctrl_c_at_a_finished_process_ends_the_job(process):
+    """It is named; its coordination service would otherwise leave, and JAX abort the other one."""
+    results = run(interrupted_at_its_end, process)
+    ended_within(results, 5.0)
+    assert [results[process].exit_code, results[1 - process].exit_code] == [1, 44]
+    assert "Traceback" not in results[process].stderr
+    assert f"process {process} (" in results[1 - process].stderr
+    assert "failed: KeyboardInterrupt while it waited" in results[1 - process].stderr
 
 
 @pytest.mark.exhaustive
