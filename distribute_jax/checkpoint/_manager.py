@@ -339,7 +339,7 @@ class CheckpointManager:
                 by_chief(_LATEST, functools.partial(self._set_aside, step, error))
             else:
                 return step
-        if steps and by_chief(_LATEST, lambda: _steps.folders(self._directory) != steps):
+        if steps and by_chief(_LATEST, lambda: _steps.folders(self._directory)) != steps:
             return self.restore_latest(tree)  # another program has saved, and removed these steps
         by_chief(_LATEST, lambda: self._check_none_damaged(steps))
         return None
