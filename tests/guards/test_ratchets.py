@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_892,
-    lines_of_tests: 51_417,
+    lines: 51_906,
+    lines_of_tests: 51_478,
     files: 205,
     pieces: 0,
     private_words: 0,
