@@ -208,10 +208,11 @@ def build(
     if has_token:
         step = with_token(step)
     compiled = compile_(step)
-    nests = [jax.tree.structure(variable.get_raw_value()) for variable in call.binding.variables]
+    inputs = [call.binding.variables[i].get_raw_value() for i in (*traced.written, *read_only)]
+    nests = [*map(jax.tree.structure, inputs), *traced.written_trees]
     return Program(
         traced, decided, compiled, order, donated_state, tuple(step.donated), traced.written, read_only,
-        read_arrays, simple=all(map(jax.tree_util.treedef_is_leaf, [*nests, *traced.written_trees])),
+        read_arrays, simple=all(nest.num_leaves == nest.num_nodes == 1 for nest in nests),
         mesh=call.mesh, step=step, compile=compile_,
         parameter_device=replicas.parameter_device, has_token=has_token,
     )  # fmt: skip

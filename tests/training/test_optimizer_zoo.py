@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -122,6 +123,23 @@ def test_multi_steps_equal_accumulated_gradients(strategy: dj.Strategy):
     *found, expected = (np.concatenate([w.ravel() for w in m.get_weights()]) for m in models)
     for weights in found:
         np.testing.assert_allclose(weights, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("option", [{"gradient_accumulation_steps": 2}, {"skip_nonfinite": True}])
+def test_a_mask_leaves_weights_out_of_an_update_that_may_be_skipped(
+    strategy: dj.Strategy, option: dict[str, Any]
+):
+    """The state of a weight that is left out is no array, and the update under a ``cond`` rebuilds it."""
+    parts = {"train": optax.sgd(0.1, momentum=0.9), "keep": optax.set_to_zero()}
+    labels = functools.partial(jax.tree.map, lambda w: "train" if w.ndim == 2 else "keep")
+    histories = []
+    for model in (
+        model_of(strategy, optax.partition(parts, labels), **option),
+        model_of(strategy, optax.sgd(0.1, momentum=0.9), trainable="kernel", **option),
+    ):
+        history = model.fit(LINE, SLOPE, batch_size=10, epochs=2, shuffle=False, verbose=0)
+        histories.append(history.history["loss"])
+    np.testing.assert_allclose(*histories, rtol=1e-6)
 
 
 WEIGHTS = np.array([[0.01, -0.02], [0.03, 0.005]], np.float32)
