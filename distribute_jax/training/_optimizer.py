@@ -478,13 +478,16 @@ def update_if(
     olds = [old for _, old, _ in split]
 
     def run(olds: list[Any]) -> list[Any]:
+        leaves, treedef = jax.tree.flatten(olds)
         nodes = [
             nnx.merge(graphdef, old, rest)
             for (graphdef, _, rest), old in zip(split, olds, strict=True)
         ]
         action(*nodes)
         news = [nnx.state(node, of) for node, (_, of) in zip(nodes, parts, strict=True)]
-        return jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), news, olds)
+        # Flax makes a State of a list, as of the accumulators of optax.sm3.
+        pairs = zip(jax.tree.leaves(news), leaves, strict=True)
+        return jax.tree.unflatten(treedef, [jnp.asarray(new, old.dtype) for new, old in pairs])
 
     news = cond(condition, run, lambda olds: olds, olds)
     for (node, _), new in zip(parts, news, strict=True):

@@ -142,6 +142,18 @@ def test_a_mask_leaves_weights_out_of_an_update_that_may_be_skipped(
     np.testing.assert_allclose(*histories, rtol=1e-6)
 
 
+@pytest.mark.parametrize("option", [{"skip_nonfinite": True}, {"dtype_policy": "mixed_float16"}])
+def test_a_list_of_accumulators_for_a_weight_stays_one_in_an_update_that_may_be_skipped(
+    s2: dj.Strategy, option: dict[str, Any]
+):
+    models = [model_of(s2, optax.sm3(0.1)), model_of(s2, optax.sm3(0.1), **option)]
+    histories = [
+        model.fit(LINE, SLOPE, batch_size=10, epochs=2, shuffle=False, verbose=0).history["loss"]
+        for model in models
+    ]
+    np.testing.assert_allclose(*histories, rtol=1e-2 if "dtype_policy" in option else 1e-6)
+
+
 WEIGHTS = np.array([[0.01, -0.02], [0.03, 0.005]], np.float32)
 GRADIENTS = 1e-3 * np.array([[[1, -2], [3, 4]], [[-5, 1], [2, 2]], [[1, 1], [-4, 6]]], np.float32)
 
