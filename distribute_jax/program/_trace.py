@@ -225,7 +225,10 @@ class _Recorder:
             self.written = tuple(
                 i
                 for i, (new, old) in enumerate(zip(now, before, strict=True))
-                if not _is_same(new, old) and i not in removed
+                # The MaskedNode of optax, which has no arrays, may be made anew.
+                if new is not old
+                and i not in removed
+                and (jax.tree.leaves((new, old)) or new != old)
             )
             new_values = [jax.tree.leaves(now[i]) for i in self.written]
             self.results, arrays_out = flatten_results(result, binding, nodes)
@@ -317,11 +320,6 @@ class _Recorder:
             input_starts=tuple(accumulate((len(jax.tree.leaves(raw)) for raw in raws), initial=0)),
             created=self.created,
         )
-
-
-def _is_same(new: Any, old: Any) -> bool:
-    """True for the same value, or an equal one without arrays, as the ``MaskedNode`` of optax."""
-    return new is old or (not jax.tree.leaves((new, old)) and bool(new == old))
 
 
 def batch_share(arguments: Arguments, data: Sequence[Any]) -> int:

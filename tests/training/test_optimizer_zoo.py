@@ -129,7 +129,7 @@ def test_multi_steps_equal_accumulated_gradients(strategy: dj.Strategy):
 def test_a_mask_leaves_weights_out_of_an_update_that_may_be_skipped(
     strategy: dj.Strategy, option: dict[str, Any]
 ):
-    """The state of a weight that is left out is no array, and the update under a ``cond`` rebuilds it."""
+    """A weight that is left out has a state without arrays, which the update under a ``cond`` rebuilds."""
     parts = {"train": optax.sgd(0.1, momentum=0.9), "keep": optax.set_to_zero()}
     labels = functools.partial(jax.tree.map, lambda w: "train" if w.ndim == 2 else "keep")
     histories = []
