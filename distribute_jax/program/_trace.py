@@ -225,7 +225,7 @@ class _Recorder:
             self.written = tuple(
                 i
                 for i, (new, old) in enumerate(zip(now, before, strict=True))
-                # The MaskedNode of optax, which has no arrays, may be made anew.
+                # An update under a cond makes the MaskedNode of optax, which has no arrays, again.
                 if new is not old
                 and i not in removed
                 and (jax.tree.leaves((new, old)) or new != old)
