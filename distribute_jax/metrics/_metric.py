@@ -63,8 +63,14 @@ class Metric(nnx.metrics.Metric):
     if not TYPE_CHECKING:
         __getattr__ = getattr_with_hints("dj.metrics.Metric")
 
-    def __init__(self) -> None:
-        """Creates a metric without state, which a subclass adds."""
+    def __init__(self, name: str | None = None, dtype: Any = None) -> None:
+        """Creates a metric without state, which a subclass adds.
+
+        Args:
+            name: the name under which ``fit`` reports it.
+            dtype: has no effect.
+        """
+        self.name = name or in_snake_case(type(self))
 
     def reset(self) -> None:
         """Sets every ``MetricState`` of this metric to zero, on its devices."""
@@ -145,6 +151,7 @@ class OfValues(Metric):
     """A metric of the values under one keyword; a subclass accumulates them."""
 
     def __init__(self, argname: str = "values") -> None:
+        super().__init__()
         self.argname = argname
         self.count = nnx.metrics.MetricState(jnp.zeros((), jnp.int32))
         self.weight = nnx.metrics.MetricState(jnp.zeros((), jnp.float32))

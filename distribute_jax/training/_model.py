@@ -199,8 +199,12 @@ class Model(Stateful):
 
         Args:
             batch: ``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``, this replica's share.
+
+        Returns:
+            An empty dict, to which an override may add: ``fit`` itself reports the loss and the metrics.
         """
         _steps.train(self.module, self.trainer.setup, batch)
+        return {}
 
     def test_step(self, batch: PyTree) -> Any:
         """Evaluates one replica's share of a batch; override it to report your own numbers.
@@ -210,8 +214,12 @@ class Model(Stateful):
 
         Args:
             batch: ``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``, this replica's share.
+
+        Returns:
+            An empty dict, as ``train_step`` does.
         """
         _steps.test(self.module, self.trainer.setup, batch)
+        return {}
 
     def predict_step(self, batch: PyTree) -> Any:
         """Returns the outputs for one replica's share of a batch; override it to return others.

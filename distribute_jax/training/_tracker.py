@@ -131,8 +131,10 @@ class Tracker(nnx.Module):
             variable.set_raw_value(put(variable.get_raw_value(), sharding))
 
     def reset(self) -> None:
-        for metric in (self.loss, *self.parts.values(), *self.metrics.values()):
+        for metric in (self.loss, *self.parts.values()):
             metric.reset()
+        for metric in self.metrics.values():
+            _newest(metric, "reset", "reset_state")()
 
     def update_loss(self, objective: Objective, total: Any, parts: Any, examples: Any) -> None:
         self.loss.add(total, examples)
@@ -161,7 +163,7 @@ def _named_values(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of all metrics; one with several values has several entries."""
     values: dict[str, Any] = {}
     for name, metric in metrics.items():
-        value = metric.compute()
+        value = _newest(metric, "compute", "result")()
         if hasattr(value, "__dataclass_fields__") and not isinstance(value, jax.Array):
             value = vars(value)
         is_dict = isinstance(value, dict)
@@ -176,8 +178,17 @@ def _unique_name(name: str, names: Container[str]) -> str:
     return next(candidate for candidate in chain([name], numbered) if candidate not in names)
 
 
+def _newest(metric: Any, *names: str) -> Any:
+    """Returns Flax's or Keras's method, whichever the class overrides last; Flax's where it has both."""
+    defining = ((cls, name) for cls in type(metric).__mro__ for name in names if name in vars(cls))
+    return getattr(metric, next(name for _, name in defining))
+
+
 def _update_by_keyword(name: str, metric: Any, y: Any, outputs: Any, weight: Any) -> None:
     """Updates a metric object with the keywords that its ``update`` takes, Flax's or Keras's."""
+    if _newest(metric, "update", "update_state") != metric.update:
+        metric.update_state(y, outputs, **({} if weight is None else {"sample_weight": weight}))
+        return
     known = inspect.signature(metric.update).parameters
     inputs = keywords(y, outputs)
     argname = getattr(metric, "argname", None)

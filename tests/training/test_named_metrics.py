@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import distribute_jax as dj
 from distribute_jax import losses
@@ -96,3 +97,49 @@ def test_a_mean_over_the_batch_is_refused():
 def test_accuracy_of_a_pytree_is_refused():
     with pytest.raises(dj.ArgumentError, match="depends on the shapes"):
         per_example("accuracy")({"a": BITS}, SURE)
+
+
+class Share(dj.metrics.Metric):
+    """The percentage of rows whose label is 1, with Keras's methods and TensorFlow's kind of variable."""
+
+    def __init__(self, name: str = "percent", **kwargs: Any) -> None:
+        super().__init__(name=name, **kwargs)
+        self.ones = nnx.metrics.MetricState(jnp.zeros(()))
+        self.rows = dj.Variable(
+            0.0,
+            synchronization=dj.VariableSynchronization.ON_READ,
+            aggregation=dj.VariableAggregation.SUM,
+        )
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        is_real = dj.get_replica_context().batch_mask
+        self.ones[...] += jnp.sum((y_true == 1) & is_real)
+        self.rows.assign_add(jnp.sum(is_real.astype(jnp.float32)))
+
+    def result(self) -> Any:
+        return 100 * self.ones / self.rows.read_value()
+
+    def reset_state(self) -> None:
+        super().reset_state()
+        self.rows.assign(0.0)
+
+
+class OfFirst(dj.metrics.Mean):
+    """A subclass of another metric: ``fit`` calls what it overrides."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:  # type: ignore[override]
+        super().update_state(y_true == 1, sample_weight)
+
+    def result(self) -> Any:
+        return 100 * super().result()
+
+
+def test_fit_calls_the_methods_of_keras_that_a_metric_overrides(s4: dj.Strategy):
+    with s4.scope():
+        model = dj.Model(nnx.Linear(1, 3, rngs=nnx.Rngs(0)))
+        metrics = [Share(), OfFirst(name="same")]
+    model.compile("sgd", losses.SparseCategoricalCrossentropy(from_logits=True), metrics)
+    x, y = np.ones((10, 1), np.float32), np.arange(10) % 3
+    history = model.fit(x, y, batch_size=8, epochs=2, verbose=0).history
+    assert history["percent"] == pytest.approx([30, 30])
+    assert history["same"] == pytest.approx([30, 30])

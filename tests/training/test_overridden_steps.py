@@ -21,9 +21,9 @@ class Signed(dj.Model):
 
     def test_step(self, batch: Any) -> Any:
         x, y, _ = dj.unpack_x_y_sample_weight(batch)
-        super().test_step(batch)
+        logs = super().test_step(batch)
         error = dj.compute_average_loss((self.module(x) - y)[:, 0])
-        return {"error": error, "of all": dj.get_replica_context().all_reduce("sum", error)}
+        return logs | {"error": error, "of all": dj.get_replica_context().all_reduce("sum", error)}
 
     def predict_step(self, batch: Any) -> Any:
         return {"sign": jnp.sign(super().predict_step(batch))[:, 0]}
