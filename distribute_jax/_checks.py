@@ -308,7 +308,10 @@ def _is_method(function: Any, args: Sequence[Any]) -> bool:
 
 def _call_text(function: Any, args: Sequence[Any]) -> str:
     owner, _, name = function.__qualname__.rpartition(".")
-    owner = type(args[0]).__name__ if _is_method(function, args) else owner
+    if _is_method(function, args):
+        owner = type(args[0]).__name__
+        if name == "__init__" and inspect.unwrap(type(args[0]).__init__) is not function:
+            return "super().__init__"  # called by that of a subclass
     return owner if name == "__init__" else f"{owner}.{name}".lstrip(".")
 
 

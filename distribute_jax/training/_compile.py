@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 
 from distribute_jax._checks import check_choice, check_int, converting, refuse
-from distribute_jax._errors import ArgumentError
+from distribute_jax._errors import ArgumentError, warn_user
 from distribute_jax._messages import PyTree, listed
 from distribute_jax.training import _keras_optimizers as keras
 from distribute_jax.training._objective import Objective
@@ -129,6 +129,12 @@ def _trainable_filter(module: nnx.Module, trainable: Any) -> Any:
     )
     all_weights = is_trained if has_variables else nnx.Param
     if trainable is None:
+        for path, node in nnx.iter_graph(module):
+            if isinstance(node, nnx.Module) and vars(node).get("trainable") is False:
+                warn_user(
+                    f"{'.'.join(map(str, ('module', *path)))}.trainable = False freezes no weights of Flax. "
+                    "Name the weights to train, as in compile(trainable='^head')."
+                )
         return all_weights
     name, selects = "compile(trainable)", trainable
     if isinstance(trainable, str):

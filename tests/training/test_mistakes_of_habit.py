@@ -353,6 +353,15 @@ def test_a_subclass_that_forgets_super_is_told_to_call_it(kind: type):
         instance.absent  # noqa: B018
 
 
+def test_an_error_of_super_names_it():
+    def init(self: Any) -> None:
+        super(mine, self).__init__()
+
+    mine = type("Mine", (dj.Model,), {"__init__": init})
+    with pytest.raises(TypeError, match=r"^super\(\)\.__init__\(module, …\): missing"):
+        mine()
+
+
 def test_arrays_of_dtype_object_are_refused(s2: dj.MirroredStrategy):
     with pytest.raises(ValueError, match=r"dtype object\. Encode texts.*to_numpy\(.float32.\)"):
         fit(s2, y=Y.astype(object))

@@ -75,6 +75,13 @@ def adds(strategy: dj.Strategy) -> None:
     in_step(strategy, step, X)
 
 
+def freezes(strategy: dj.Strategy) -> None:
+    with strategy.scope():
+        layers: Any = [nnx.Linear(3, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 1, rngs=nnx.Rngs(1))]
+        layers[0].trainable = False
+        dj.Model(nnx.Sequential(*layers)).compile("sgd", "mse")
+
+
 def forgets(strategy: dj.Strategy) -> None:
     """Changes a dict that was passed, and returns nothing."""
     (batch,) = strategy.distribute_dataset([X])
@@ -151,6 +158,7 @@ LOGGED: dict[str, tuple[Callable[[dj.Strategy], Any], str]] = {
         lambda s: in_step(s, lambda x, y: dj.compute_average_loss(y - x[:, 0]), X, Y),
         "got losses of shape (8, 8)",
     ),
+    "a layer of Keras": (freezes, "module.layers.0.trainable = False freezes no weights"),
     "a new entry of a dict": (forgets, "step changes args[0]['w'], which it got as an argument"),
     "the model outside of the loss": (of_another, "gets gradients that are all zero"),
     "the batch of one replica": (of_share, "the gradients are 2 times too large"),
