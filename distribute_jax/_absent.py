@@ -234,6 +234,13 @@ _ABSENT: dict[str, dict[str, str]] = {
         "with_options": _OPTIONS,
         "zip": "from_arrays((x, y))",
     },
+    "dj.CheckpointManager": {
+        "checkpoint": "save(step, tree) and restore(step, tree) take the tree",
+        "checkpoints": "all_steps()",
+        "close wait_until_finished": "wait()",
+        "latest_checkpoint": "latest_step()",
+        "restore_or_initialize": "restore_latest(tree)",
+    },
     "dj.checkpoint": {"Checkpoint": "dj.CheckpointManager", "restore": "load"},
     "dj.ReplicaContext": {"devices": "nothing: JAX places the step; see strategy.mesh"},
     "dj.Strategy": {

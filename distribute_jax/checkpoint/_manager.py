@@ -6,8 +6,9 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex
 
+from distribute_jax._absent import getattr_with_hints
 from distribute_jax._checks import check_choice, check_int, check_number, check_optional
 from distribute_jax._errors import (
     CheckpointDamagedError,
@@ -86,6 +87,9 @@ class CheckpointManager:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/train/CheckpointManager
     """
+
+    if not TYPE_CHECKING:
+        __getattr__ = getattr_with_hints("dj.CheckpointManager")
 
     def __init__(
         self,

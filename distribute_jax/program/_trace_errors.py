@@ -261,7 +261,8 @@ def _argument_hints(call: Any, error: Exception) -> Iterator[str]:
     if isinstance(error, TypeError) and not takes(call.fn, *args, **kwargs):
         yield (
             f"strategy.run called {step_name(call.fn)} with {len(args)} values in args, {len(kwargs)} in "
-            "kwargs; a batch of several arrays that is one argument goes into a tuple, args=(batch,)."
+            "kwargs; a batch of several arrays that is one argument goes into a tuple, args=(batch,), "
+            "or for run_steps into the step's *batch."
         )
         return
     replicas = call.strategy.num_replicas_in_sync
