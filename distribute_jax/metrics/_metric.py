@@ -116,7 +116,7 @@ class Metric(nnx.metrics.Metric):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls ``update_state``, and returns the value, as in Keras."""
         self.update_state(*args, **kwargs)
-        return self.compute()
+        return self.result()
 
 
 def keywords(y_true: Any, y_pred: Any) -> dict[str, Any]:

@@ -143,3 +143,4 @@ def test_fit_calls_the_methods_of_keras_that_a_metric_overrides(s4: dj.Strategy)
     history = model.fit(x, y, batch_size=8, epochs=2, verbose=0).history
     assert history["percent"] == pytest.approx([30, 30])
     assert history["same"] == pytest.approx([30, 30])
+    assert float(OfFirst()(y, y)) == pytest.approx(30)
