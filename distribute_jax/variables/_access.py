@@ -109,7 +109,8 @@ def readable_raw(variable: nnx.Variable[Any]) -> Any:
 
 def for_this_thread(array: jax.Array) -> jax.Array:
     """Returns an array; if another thread runs steps, a copy with which this thread can compute."""
-    if not _context.other_thread_runs_steps() or not at_top_level():
+    is_on_host = isinstance(array, np.ndarray)  # in a copy of metrics
+    if is_on_host or not _context.other_thread_runs_steps() or not at_top_level():
         return array
     if not array.is_fully_addressable:
         raise ContextError(

@@ -219,8 +219,8 @@ def _share(value: jax.Array, replicas: int) -> jax.Array:
 
 def combine(stacked: jax.Array, aggregation: VariableAggregation, name: str) -> jax.Array:
     """Returns the aggregate of the stacked components of a variable."""
-    is_traced = isinstance(stacked, jax.core.Tracer)  # or NumPy's, in a copy of metrics on the host
-    if isinstance(stacked, jax.Array) and not is_traced and not stacked.is_fully_addressable:
+    is_array = isinstance(stacked, jax.Array) and not isinstance(stacked, jax.core.Tracer)
+    if is_array and not stacked.is_fully_addressable:
         # All processes read it together, and each gets a local copy.
         what = f"reading the ON_READ variable {name!r}"
         current_job().actions.record(what)
