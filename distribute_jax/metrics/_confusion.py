@@ -12,7 +12,7 @@ from flax import nnx
 from distribute_jax._checks import check_choice, check_int, is_real, refuse
 from distribute_jax._messages import promoting
 from distribute_jax.losses._shapes import pair
-from distribute_jax.metrics._metric import Metric, as_array, in_snake_case, terms
+from distribute_jax.metrics._metric import Metric, as_array, terms
 
 _ONE_CLASS = (
     "Shapes must be equal; for one of several classes pass predictions[:, 1] and labels == 1."
@@ -28,7 +28,7 @@ class Confusion(Metric):
     true_negatives: nnx.Variable[jax.Array]
 
     def __init__(self, thresholds: Sequence[float], name: str | None = None) -> None:
-        self.name = name or in_snake_case(type(self))
+        super().__init__(name)
         self.thresholds = tuple(float(threshold) for threshold in thresholds)
         for name in ("true_positives", "false_positives", "false_negatives", "true_negatives"):
             zeros = jnp.zeros(len(self.thresholds), jnp.float32)
