@@ -395,4 +395,4 @@ def scale_regularization_loss(regularization_loss: jax.Array) -> jax.Array:
     name = "scale_regularization_loss"
     replica = _replica_context(name)
     total = jnp.sum(real_array(name, "regularization_loss", regularization_loss))
-    return jnp.divide(total, replica.num_replicas_in_sync)
+    return _marked(jnp.divide(total, replica.num_replicas_in_sync), replica)

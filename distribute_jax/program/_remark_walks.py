@@ -111,7 +111,7 @@ class RemarkWalk(ReplicationWalk):
 
     def after(self, eqn: Any, marks: Marks) -> Marks:
         """Returns the marks after one equation."""
-        return super().apply(eqn, marks)
+        return marks if eqn.primitive is part_of_mean_p else super().apply(eqn, marks)
 
     def at(self) -> str:
         """Returns the user's line, which is that of a call if JAX itself traced the function."""

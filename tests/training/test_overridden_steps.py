@@ -123,3 +123,20 @@ def test_the_value_of_a_metric_that_the_step_updated_is_refused(s4: dj.Strategy)
     model.running = False
     last = model.evaluate(X, Y, verbose=0, return_dict=True)["error"]
     assert float(model.error.result()) == pytest.approx(last, rel=1e-5)
+
+
+class Parts(dj.Model):
+    """Returns parts that are equal on all replicas."""
+
+    def test_step(self, batch: Any) -> Any:
+        penalty = dj.scale_regularization_loss(jnp.sum(self.module.kernel[...] ** 2))
+        return {"penalty": penalty, "one": dj.compute_average_loss(jnp.ones(len(batch[0])))}
+
+
+def test_parts_that_are_equal_on_all_replicas_are_summed_too(s4: dj.Strategy):
+    with s4.scope():
+        model = Parts(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+    model.compile(steps_per_execution=2)
+    logs = model.evaluate(X, Y, batch_size=8, verbose=0, return_dict=True)
+    assert logs["one"] == pytest.approx(1)
+    assert logs["penalty"] == pytest.approx(float(np.sum(model.get_weights()[1] ** 2)))
