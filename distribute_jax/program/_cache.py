@@ -105,7 +105,7 @@ class ProgramCache:
     def lookup(self, request: Request) -> BoundProgram | None:
         """Returns the program that is bound to what a call reaches, if there is one."""
         for entry in self._bound.get(request.lookup_key, ()):
-            if entry.binding.matches(request.roots):
+            if entry.binding.matches(request.roots) and entry.is_current():
                 self._note_repeatable(request, entry)
                 return entry
         return None
@@ -125,7 +125,7 @@ class ProgramCache:
         entry, last_options, arguments = self._repeatable.get(tuple(captured.key), _NO_CALL)
         if options is not last_options or (arrays := arguments.arrays(args, kwargs)) is None:
             return None
-        if not entry.binding.matches(captured.values):
+        if not (entry.binding.matches(captured.values) and entry.is_current()):
             return None
         return entry, entry.flat_state(captured.values, arrays, arguments.batches)
 

@@ -49,7 +49,7 @@ that call returned, or pass it dj.snapshot(value)."""
 
 
 class OutdatedError(Exception):
-    """The state has other shapes or dtypes than the program was compiled for."""
+    """The state has other shapes, dtypes or tree structures than the program was compiled for."""
 
 
 class BoundProgram:
@@ -64,6 +64,10 @@ class BoundProgram:
         variables = binding.variables
         self.inputs = [variables[i] for i in (*program.written, *program.read_only)]
         self.outputs = [variables[i] for i in program.written]
+        # JAX checks the types of arrays that the program takes. Of others Python may have read the shape.
+        checked = {*program.written, *program.read_only} if program.simple else set()
+        self._watched = [v for i, v in enumerate(variables) if i not in checked]
+        self._types = _types_of(self._watched)
         self.skip_counts = [v for v in self.outputs if isinstance(v, StepCounts)]
         self.sources = [binding.arrays[i] for i in program.arrays]
         self.state_size = sum(program.traced.written_sizes)
@@ -89,6 +93,10 @@ class BoundProgram:
         self._crashes_on_deleted = deleted_arrays_crash(program.mesh.size)
         self._runs_on_deleted = jax.__version_info__ < (0, 12)
         _alive.add(self)
+
+    def is_current(self) -> bool:
+        """True if no variable holds what the step would be traced for again."""
+        return not self._watched or _types_of(self._watched) == self._types
 
     def current_state(self) -> list[Any]:
         """Returns the state that the next call would start from."""
@@ -121,6 +129,7 @@ class BoundProgram:
     def release(self) -> None:
         """Drops all references, once an object that the step reached was deleted."""
         self.inputs, self.outputs, self.sources, self.skip_counts = [], [], [], []
+        self._watched = []
         self.last_state, self._read_only_state = [], []
         self._token, self._pending_outputs = None, []
 
@@ -279,7 +288,8 @@ class BoundProgram:
             lost = any(map(is_donated, flat))
             raise step_failure(self.step, self.program, error, lost=lost) from error
         self.check_readable(flat)
-        if isinstance(error, TypeError) and "differ from the types" in str(error):
+        differs = "differ from the types" in str(error) or not jax.tree_util.all_leaves(flat)
+        if isinstance(error, TypeError) and differs:
             raise OutdatedError(error_text(error)) from error
         placed = self.placed(flat)
         if all(a is b for a, b in zip(placed, flat, strict=True)):
@@ -329,6 +339,18 @@ _CONFIG: Any = jax.config
 _ARRAYS = {ARRAY}
 _placement = operator.attrgetter("sharding", "committed")
 _is_deleted = operator.methodcaller("is_deleted")
+
+
+def _types_of(variables: Sequence[Any]) -> list[Any]:
+    """Returns shape and dtype of each variable, or a tree of them where it does not hold one array."""
+    return [
+        (raw.shape, raw.dtype) if type(raw) is ARRAY else jax.tree.map(_type_of, raw)
+        for raw in read_raw(variables)
+    ]
+
+
+def _type_of(leaf: Any) -> Any:
+    return np.shape(leaf), getattr(leaf, "dtype", type(leaf))
 
 
 def _all_alive(state: Sequence[Any]) -> bool:

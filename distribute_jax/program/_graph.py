@@ -180,12 +180,15 @@ class Walker:
             else (key, value)
             for key, value in sorted(table.items())
         )
-        if isinstance(raw, (jax.Array, np.ndarray, np.generic)):
-            weak = getattr(raw, "weak_type", False)
-            if weak:
-                self.graph.guard.weakly_typed.append(variable)
-            return (type(variable), metadata, raw.shape, raw.dtype, weak)
-        return (type(variable), metadata, jax.tree.structure(raw))
+        if getattr(raw, "weak_type", False):
+            self.graph.guard.weakly_typed.append(variable)
+        leaves, treedef = jax.tree.flatten(raw)
+        arrays = (jax.Array, np.ndarray, np.generic)
+        types = [
+            (x.shape, x.dtype, getattr(x, "weak_type", False)) if isinstance(x, arrays) else type(x)
+            for x in leaves
+        ]
+        return (type(variable), metadata, treedef, *types)
 
     def _node(self, node: Any, name: str) -> Any:
         self.graph.nodes.append(node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -308,12 +308,13 @@ class Runner:
         if scans and can_scan(batches, steps):
             request = Request(fn, batches[0], options)
             entry = self.entry(request)
-            if options.verify not in entry.program.verified:
-                self._verify(request, entry)
-            if entry.program.traced.keeps_types():
-                # The state is kept nowhere: a second reference to it would cost a copy.
-                self._wait(entry.current_state())
-                note_call(entry, entry.current_state(), (), self._mesh, len(batches))
-                run = functools.partial(run_scanned, entry, request.roots)
-                return entry.wrap(self._advance(entry, run, batches, len(batches)))
+            with suppress(OutdatedError):  # the single steps bind it again
+                if options.verify not in entry.program.verified:
+                    self._verify(request, entry)
+                if entry.program.traced.keeps_types():
+                    # The state is kept nowhere: a second reference to it would cost a copy.
+                    self._wait(entry.current_state())
+                    note_call(entry, entry.current_state(), (), self._mesh, len(batches))
+                    run = functools.partial(run_scanned, entry, request.roots)
+                    return entry.wrap(self._advance(entry, run, batches, len(batches)))
         return stacked_results([self._run(Request(fn, batch, options)) for batch in batches])

@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from distribute_jax import _frames
-from distribute_jax._errors import ArgumentError, StaleCaptureError, log_once
+from distribute_jax._errors import ArgumentError, StaleCaptureError, UnsupportedError, log_once
 from distribute_jax._jax_private import adopt, read_raw, write_raw
 from distribute_jax._mesh import DATA, inside_replica, num_replicas
 from distribute_jax._messages import is_key, leaf_text, listed
@@ -41,6 +41,10 @@ from distribute_jax.program._replica_context import ReplicaContext, per_replica_
 from distribute_jax.program._results import Results, flatten_results
 from distribute_jax.program._trace_errors import explain_errors, step_name
 from distribute_jax.variables import record_created
+
+_RESIZED = """\
+The step changes the number of arrays of the variable {name} from {old} to {new}, and a compiled step keeps \
+it. Give the variable all its arrays before the first step, as zeros, or return them from the step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,6 +237,10 @@ class _Recorder:
             new_values = [jax.tree.leaves(now[i]) for i in self.written]
             self.results, arrays_out = flatten_results(result, binding, nodes)
             self.written_trees = tuple(jax.tree.structure(now[i]) for i in self.written)
+            for i, new in zip(self.written, new_values, strict=True):
+                if len(new) != (old := len(jax.tree.leaves(before[i]))):
+                    text = _RESIZED.format(name=binding.names[i], old=old, new=len(new))
+                    raise UnsupportedError(text)
         self.written_sizes = tuple(map(len, new_values))
         self._array_at = {id(array): i for i, array in enumerate(arrays)}
         outs = [leaf for leaves in new_values for leaf in leaves] + arrays_out

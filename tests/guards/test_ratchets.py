@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_969,
-    lines_of_tests: 51_591,
+    lines: 52_003,
+    lines_of_tests: 51_644,
     files: 205,
     pieces: 0,
     private_words: 0,

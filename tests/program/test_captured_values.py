@@ -1017,3 +1017,56 @@ def test_a_tensor_of_another_library_is_refused(s2: dj.MirroredStrategy):
         with pytest.raises(dj.StaleCaptureError, match=f"The step gets {name}.*np.asarray"):
             s2.run(step, args=(tensor,) if "args" in name else ())
     assert float(s2.run(lambda x: jnp.sum(x), args=(tensor.__array__(),))) == 3
+
+
+SHAPES = [{"a": 2}, {"a": 3}, (2,), (2, 1), 2, None]
+"""Values of a variable: the sizes of their arrays."""
+
+
+@pytest.mark.filterwarnings("ignore:.* (made outside of|compiled 5 times):UserWarning")
+@pytest.mark.parametrize("reads", [True, False], ids=["array", "structure"])
+def test_another_structure_of_a_variable_is_seen(s2: dj.MirroredStrategy, reads: bool):
+    """Its arrays in another container, of another number or shape, whether the step takes them or not."""
+    with s2.scope():
+        held = nnx.Variable(None)
+
+    def step() -> Any:
+        value = held.get_raw_value()
+        sizes = [x.size for x in jax.tree.leaves(value)]
+        total = sum(map(jnp.sum, jax.tree.leaves(value))) if reads else jnp.zeros(())
+        return total + 10 * len(sizes) + 100 * sum(sizes) + 1000 * isinstance(value, dict)
+
+    for sizes in [*SHAPES, *reversed(SHAPES)]:
+        held.set_value(jax.tree.map(jnp.ones, sizes))
+        assert s2.run(step) == step()
+
+
+@pytest.mark.filterwarnings("ignore:.* made outside of:UserWarning")
+@pytest.mark.parametrize("sizes", [3, {"a": 2}], ids=str)
+def test_run_steps_sees_another_type_of_a_variable(s2: dj.MirroredStrategy, sizes: Any):
+    with s2.scope():
+        held = nnx.Variable(jnp.zeros(2))
+    iterator = iter(s2.distribute_dataset([np.ones(2, np.float32)] * 6))
+
+    def step(x: jax.Array) -> Any:
+        held.set_value(jax.tree.map(lambda old: old + 1, held.get_raw_value()))
+        return sum(map(jnp.sum, jax.tree.leaves(held.get_raw_value())))
+
+    assert s2.run_steps(step, iterator, 2).tolist() == [2, 4]
+    held.set_value(jax.tree.map(jnp.zeros, sizes))
+    size = sum(jax.tree.leaves(sizes))
+    assert s2.run_steps(step, iterator, 2).tolist() == [size, 2 * size]
+    assert s2.run_steps(step, iterator, 2).tolist() == [3 * size, 4 * size]
+
+
+@pytest.mark.parametrize(("old", "new"), [(None, 1), (1, None), (1, (1, 1))])
+def test_a_step_that_changes_the_number_of_arrays_of_a_variable_is_refused(
+    s2: dj.MirroredStrategy, old: Any, new: Any
+):
+    with s2.scope():
+        held = nnx.Variable(jax.tree.map(jnp.zeros, old))
+    counts = len(jax.tree.leaves(old)), len(jax.tree.leaves(new))
+    with pytest.raises(
+        NotImplementedError, match="of the variable held from {} to {}".format(*counts)
+    ):
+        s2.run(lambda: held.set_value(jax.tree.map(jnp.ones, new)))
