@@ -339,18 +339,18 @@ _CONFIG: Any = jax.config
 _ARRAYS = {ARRAY}
 _placement = operator.attrgetter("sharding", "committed")
 _is_deleted = operator.methodcaller("is_deleted")
+_read_type = operator.attrgetter("shape", "dtype")
 
 
 def _types_of(variables: Sequence[Any]) -> list[Any]:
-    """Returns shape and dtype of each variable, or a tree of them where it does not hold one array."""
-    return [
-        (raw.shape, raw.dtype) if type(raw) is ARRAY else jax.tree.map(_type_of, raw)
-        for raw in read_raw(variables)
-    ]
-
-
-def _type_of(leaf: Any) -> Any:
-    return np.shape(leaf), getattr(leaf, "dtype", type(leaf))
+    """Returns shape and dtype of each variable, or trees of them where one does not hold an array."""
+    values = read_raw(variables)
+    try:
+        return list(map(_read_type, values))
+    except AttributeError:
+        return jax.tree.map(
+            lambda leaf: (np.shape(leaf), getattr(leaf, "dtype", type(leaf))), values
+        )
 
 
 def _all_alive(state: Sequence[Any]) -> bool:
