@@ -177,7 +177,7 @@ def create(folder: str, contents: Contents) -> None:
     uv = [inside, "-m", "uv", "pip", "install", "-q", *pinned, *contents.packages]
     for commands in ([venv], [pip + BUILD_TOOLS], [uv, pip + contents.packages]):
         listed = subprocess.getoutput(shlex.quote(inside) + " -m pip config list")
-        settings = re.findall(r"\.([a-z-]+)='(.*)'", listed)
+        settings = re.findall(r"\.([a-z-]+)='(.*)'", listed)[::-1]  # the environment's last
         known = {"UV_" + UV[key]: text.replace("\\n", " ") for key, text in settings if key in UV}
         known["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # as pip: the best of all indexes
         if all(any(run([command], {**known, **job_environment(inside)})) for command in commands):
@@ -197,7 +197,7 @@ def environment_ready(contents: Contents = SUITE) -> Iterator[str]:
     with open(folder + ".lock", "a") as used:
         fcntl.flock(used, fcntl.LOCK_SH)
         if not is_ready(folder, contents):
-            print("dev.py: making", folder, "(once, 1-4 GB) when no other uses it", flush=True)
+            print("dev.py: making", folder, "(1-4 GB) when no other dev.py uses it", flush=True)
             fcntl.flock(used, fcntl.LOCK_UN)
             with open(folder + ".making.lock", "a") as making:  # who waits here waits for no user
                 fcntl.flock(making, fcntl.LOCK_EX)

@@ -30,7 +30,8 @@ FAKE_PYTHON = """#!/bin/sh
 case "$*" in
   "-c "*) echo '{answer}'; exit 0 ;;
   "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; exit 0 ;;
-  "-m pip config list") echo "global.find-links='/wheels'"; exit 0 ;;
+  "-m pip config list") echo ":env:.find-links='/wheels'
+global.find-links='/others'"; exit 0 ;;
   "-m uv "*) echo "$UV_FIND_LINKS: $*" >> '{log}' ;;
   *) echo "$*" >> '{log}' ;;
 esac

@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 52_003,
-    lines_of_tests: 51_644,
+    lines_of_tests: 51_645,
     files: 205,
     pieces: 0,
     private_words: 0,
