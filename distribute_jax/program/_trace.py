@@ -69,8 +69,8 @@ class Traced:
     """Captured arrays that became constants of the jaxpr, since their place cannot be assigned."""
     input_starts: tuple[int, ...]
     """Index of the first flat input of each variable, and one past the last."""
-    has_equal_masks: bool = False
-    """True if every mask of dropout was made equal, for ``verify``."""
+    drawn: tuple[tuple[int, ...], ...] | None = None
+    """For ``verify``: () if every mask of dropout is fixed; the shapes of all draws if their numbers are."""
     created: tuple[nnx.Variable[Any], ...] = ()
     """Variables that the step created and kept; the results are then only their first values."""
 

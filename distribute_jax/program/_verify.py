@@ -22,6 +22,7 @@ from distribute_jax._mesh import (
 from distribute_jax._messages import listed
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import Combine
+from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._compare import (
     NUDGES,
@@ -48,9 +49,8 @@ from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import build
 from distribute_jax.program._remarks import results_are_parts
 from distribute_jax.program._result_rows import per_example_results
-from distribute_jax.program._trace import Call, StandIn, trace
+from distribute_jax.program._trace import Call, StandIn, Traced, trace
 from distribute_jax.program._verify_float64 import in_float64
-from distribute_jax.program._verify_masks import draws, with_equal_masks
 from distribute_jax.program._verify_outputs import (
     as_read,
     check_copies,
@@ -58,8 +58,15 @@ from distribute_jax.program._verify_outputs import (
     components_on,
     derived,
     every_output,
+    keeps_statistics,
     next_values,
     scales_by_number,
+)
+from distribute_jax.program._verify_random import (
+    draws,
+    with_equal_draws,
+    with_equal_masks,
+    with_fixed_draws,
 )
 
 _UNEQUAL = """\
@@ -87,6 +94,10 @@ _RANDOM = (
     "cannot be equal: check it with them off (model.eval())."
 )
 _MASKS = "\nBoth ran with the same masks of dropout, so these are not the difference."
+_EQUAL_SHARES = (
+    "\nFor the comparison every replica got the examples and random numbers of the first one, so these, and "
+    "statistics of a share as those of batch norm, are not the difference."
+)
 
 _EXACT = 1e-9
 """More than the relative difference that sums in another order make in float64."""
@@ -122,11 +133,12 @@ def verify(call: Call, entry: BoundProgram, values: Sequence[Any], options: RunO
     flat = entry.flat_inputs(values, call.arguments)
     if options.verify == "auto":
         return not options.check_sync or _verify_auto(call, entry, values, flat, options)
-    comparison = _Comparison(call, *_with_equal_masks(call, entry, flat, options), values)
+    fixed = with_equal_masks(entry.program.traced)
+    comparison = _Comparison(call, *_with_fixed(fixed, call, entry, flat, options), values)
     check_copies(entry, comparison.outs)
     lines, small = comparison.differences()
     if lines:
-        raise _not_equal(entry, call, lines)
+        raise _not_equal(entry, call, lines, _masks(entry))
     comparison.log_means()
     if small and options.verify not in entry.program.verified:
         _log.warning(_TOO_SMALL, entry.step, listed(small))
@@ -141,7 +153,12 @@ def _verify_auto(
         chosen = compared_outputs(call, entry, flat)
         if not chosen and not (results_are_parts.get() and is_local(call.mesh)):
             return True
-        entry, flat = _with_equal_masks(call, entry, flat, options)
+        fixed = with_fixed_draws(call, entry.program.traced)
+        has_equal_shares = bool(chosen) and (bool(fixed.drawn) or keeps_statistics(entry))
+        if has_equal_shares:
+            call = replace(call, arguments=_with_equal_shares(call.arguments))
+            flat = entry.flat_inputs(values, call.arguments)
+        entry, flat = _with_fixed(fixed, call, entry, flat, options)
         comparison = _Comparison(call, entry, flat, values, chosen)
         lines, _ = comparison.differences()
         if lines and scales_by_number(call, entry, comparison.single):
@@ -155,14 +172,20 @@ def _verify_auto(
     if call.arguments.counts is not None and entry.program.padding is None:
         # A padding leak would be the more precise error.
         run_checked_for_leaks(call, entry, values, copied(flat))
-    raise _not_equal(entry, call, lines, _MEANT)
+    equal = _EQUAL_SHARES if has_equal_shares else _masks(entry)
+    raise _not_equal(entry, call, lines, equal, _MEANT)
 
 
-def _not_equal(entry: BoundProgram, call: Call, lines: list[str], hint: str = "") -> NotEqualError:
+def _masks(entry: BoundProgram) -> str:
+    return _MASKS if entry.program.traced.drawn == () else ""
+
+
+def _not_equal(
+    entry: BoundProgram, call: Call, lines: list[str], equal: str, hint: str = ""
+) -> NotEqualError:
     scaled = any("number of replicas" in line for line in lines)
     random = _RANDOM if draws(entry.program.traced.jaxpr.jaxpr) else ""
-    masks = _MASKS if entry.program.traced.has_equal_masks else ""
-    hint = f"{masks}{random}{_PAIRS if scaled else '' if random else _TERMS}{hint}"
+    hint = f"{equal}{random}{_PAIRS if scaled else '' if random else _TERMS}{hint}"
     replicas = num_replicas(call.mesh)
     return NotEqualError(_UNEQUAL.format(replicas=replicas, lines=listed(lines), hint=hint))
 
@@ -386,11 +409,11 @@ def _old_on_host(old: Any, new: Any) -> Array:
     return array if fits else np.zeros(new.shape, on_host(new).dtype)
 
 
-def _with_equal_masks(
-    call: Call, entry: BoundProgram, flat: list[Any], options: RunOptions
+def _with_fixed(
+    traced: Traced, call: Call, entry: BoundProgram, flat: list[Any], options: RunOptions
 ) -> tuple[BoundProgram, list[Any]]:
-    """Returns a step whose masks of dropout are equal on all replicas, and its inputs."""
-    traced, programs = with_equal_masks(entry.program.traced), entry.program.compared
+    """Returns a step with fixed numbers in place of its draws, and its inputs."""
+    programs = entry.program.compared
     if traced is entry.program.traced:
         return entry, flat
     if None not in programs:
@@ -401,19 +424,44 @@ def _with_equal_masks(
     return entry, entry.placed(flat)
 
 
+def _with_equal_shares(arguments: Arguments) -> Arguments:
+    """Returns arguments with the examples of the first replica on every replica.
+
+    The statistics of a share are then those of the whole batch.
+
+    Raises:
+        ValueError: its share has padding.
+    """
+    return arguments.with_data(list(map(_repeated, arguments.data)))
+
+
+def _repeated(value: Any) -> Any:
+    if not isinstance(value, PerReplica):
+        return value
+    replicas, counts, [rows, *_] = num_replicas(value.mesh), value.counts, value.part_shape
+    if counts and counts[0] < rows:
+        raise ValueError(f"the share of the first replica has {counts[0]} examples")
+    every = np.concatenate([np.asarray(value.global_array)[:rows]] * replicas)
+    array = jax.device_put(every, value.global_array.sharding)
+    counts = counts and (rows,) * replicas
+    return PerReplica(array, value.mesh, layout=Layout.JOINED, counts=counts)
+
+
 def _on_one_device(call: Call, entry: BoundProgram) -> tuple[Call, BoundProgram]:
     mesh = first_replica(call.mesh)
     batches = [_global_batch(value, mesh) for value in call.arguments.data]
     arguments = call.arguments.with_data(batches)
     strategy = StandIn(call.strategy, 1)
     single = replace(call, arguments=arguments, mesh=mesh, strategy=strategy, runs_once=True)
-    shapes = tuple(np.shape(getattr(v, "global_array", v)) for v in batches)
-    programs = entry.program.compared
-    if shapes not in programs:
+    drawn, programs = entry.program.traced.drawn, entry.program.compared
+    key = drawn, tuple(np.shape(getattr(v, "global_array", v)) for v in batches)
+    if key not in programs:
         options = RunOptions(check_sync=False, donate_state=False, verify="off")
-        traced = with_equal_masks(trace(single))
-        programs[shapes] = build(single, options, Replicas(mesh), traced=traced)
-    return single, BoundProgram(programs[shapes], call.binding, entry.step)
+        traced = trace(single)
+        if drawn is not None:
+            traced = with_equal_draws(single, traced, drawn) if drawn else with_equal_masks(traced)
+        programs[key] = build(single, options, Replicas(mesh), traced=traced)
+    return single, BoundProgram(programs[key], call.binding, entry.step)
 
 
 def _global_batch(value: Any, mesh: Any) -> Any:

@@ -33,7 +33,7 @@ from distribute_jax.program._lowerings import returned_arguments
 from distribute_jax.program._program import Program
 from distribute_jax.program._trace import Call, Traced
 from distribute_jax.program._undo import StepCounts
-from distribute_jax.program._verify_masks import draws, with_equal_masks
+from distribute_jax.program._verify_random import draws, with_fixed_draws
 from distribute_jax.variables import Variable, VariableAggregation, aggregated, on_replicas
 
 _MAX_BYTES = 256 * 2**20
@@ -55,16 +55,13 @@ def compared_outputs(call: Call, entry: BoundProgram, flat: list[Any]) -> list[i
     kinds = nnx.Param, nnx.OptState
     trained = any(isinstance(v, kinds) or _is_optimizer_state(v) for v in entry.outputs)
     batches = [v for v in call.arguments.data if isinstance(v, PerReplica)]
-    statistics = any("batch_stats" in name for name in entry.output_names())
     if (
         not (trained or returned or _reads_batch(call, program.traced, state))
         or not is_local(call.mesh)
         or any(v.layout is Layout.STACKED for v in batches)
-        or statistics
-        or not {Combine.MEAN, Combine.FIRST}.isdisjoint(plan.combine)
         or has_effects(program.traced.jaxpr)
         or _has_side_effects(entry)
-        or draws(with_equal_masks(program.traced).jaxpr.jaxpr)
+        or draws(with_fixed_draws(call, program.traced).jaxpr.jaxpr)
     ):
         return []
     batch = {id(v.global_array) for v in batches}
@@ -72,6 +69,12 @@ def compared_outputs(call: Call, entry: BoundProgram, flat: list[Any]) -> list[i
     if sum(x.nbytes for x in arrays) >= _MAX_BYTES:
         return []
     return [*state, *returned]
+
+
+def keeps_statistics(entry: BoundProgram) -> bool:
+    """True if a step may compute statistics of each replica's share, as an unsynchronised batch norm does."""
+    is_averaged = not {Combine.MEAN, Combine.FIRST}.isdisjoint(entry.program.plan.combine)
+    return is_averaged or any("batch_stats" in name for name in entry.output_names())
 
 
 def next_values(call: Call, program: Program) -> dict[int, int]:

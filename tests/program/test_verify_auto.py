@@ -253,7 +253,7 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
     model, optimizer = classifier(strategy, optax.sgd(0.1))
     train = mean_step(model, optimizer)
     with strategy.scope():
-        rngs, norm = nnx.Rngs(0), nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+        rngs = nnx.Rngs(0)
     ids = strategy.experimental_distribute_values_from_function(
         lambda c: c.replica_id_in_sync_group
     )
@@ -281,10 +281,9 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
         optimizer.update(model, gradients)
 
     steps = {
-        "adds noise": lambda x, y: train(x + rngs.normal(x.shape), y),
+        "draws a gamma": lambda x, y: train(x * jax.random.gamma(rngs(), 2.0, x.shape), y),
         "draws rows": lambda x, y: train(x[jax.random.permutation(rngs(), 4)], y),
         "draws until a number is large": until_large,
-        "averages statistics": lambda x, y: train(norm(x), y),
         "has a value of each replica": lambda x, y, ids: train(x + ids, y),
         "prints": prints,
         "takes shares of one size": refuse,
@@ -297,10 +296,9 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
 @pytest.mark.parametrize(
     "kind",
     [
-        "adds noise",
+        "draws a gamma",
         pytest.param("draws rows", marks=pytest.mark.exhaustive),
         "draws until a number is large",
-        "averages statistics",
         "has a value of each replica",
         "prints",
         "takes shares of one size",
@@ -381,6 +379,89 @@ def test_a_wrong_loss_of_a_model_with_dropout_is_found(
     (batch,) = s4.distribute_dataset([(X, Y)])
     with pytest.raises(dj.NotEqualError, match="Both ran with the same masks of dropout"):
         s4.run(step, args=batch)
+
+
+def local_step(
+    strategy: dj.Strategy, kind: str, loss: Callable[..., jax.Array], op: str = "sum"
+) -> tuple[Any, Callable[..., None]]:
+    """A model and its step, with noise for each row, statistics of each share, or numbers for all rows."""
+    with strategy.scope():
+        rngs = nnx.Rngs(0)
+        layers = [nnx.Linear(8, 3, rngs=rngs)]
+        model = nnx.Sequential(*[nnx.BatchNorm(8, rngs=rngs)] * ("norm" in kind), *layers)
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def step(x: jax.Array, y: jax.Array) -> None:
+        if "noise" in kind:
+            time = rngs.randint((len(x),), 0, 5)
+            x += jnp.linspace(0, 1, 5)[time][:, None] * rngs.normal(x.shape)
+        if "latents" in kind:  # as many on one device as on a replica
+            x += rngs.uniform((4, 8)).mean(0)
+        gradients = nnx.grad(lambda m: loss(losses(m, x, y), m.layers[-1].kernel))(model)
+        optimizer.update(model, context().all_reduce(op, gradients))
+
+    return model, step
+
+
+LOCAL = ["noise", "norm", long("latents"), long("noise and norm")]
+
+
+@pytest.mark.parametrize("kind", LOCAL)
+def test_a_step_with_noise_or_batch_norm_is_compared_with_equal_shares_and_trains_with_its_batch(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, kind: str
+):
+    """The step is right, so it runs, and the comparison leaves the bits of its training as they are."""
+    ends = []
+    for verify in ("auto", "off"):
+        model, step = local_step(
+            s4,
+            kind,
+            lambda each, w: (
+                dj.compute_average_loss(each) + dj.scale_regularization_loss((w**2).sum())
+            ),
+        )
+        (batch,) = s4.distribute_dataset([(X, Y)])
+        for _ in range(2):
+            s4.run(step, args=batch, options=dj.RunOptions(verify=verify))
+        ends.append(jax.tree.leaves(nnx.to_pure_dict(nnx.state(model))))
+    assert all(map(np.array_equal, *ends))
+    assert not [r for r in caplog.records if "not exactly" not in r.getMessage()]
+
+
+MEAN = lambda each, w: each.mean(), "sum", r"4\.000 = number of replicas"
+PARTS = lambda each, w: dj.compute_average_loss(each), "mean", r"0\.250 = 1 / number of replicas"
+PENALTY = (
+    lambda each, w: dj.compute_average_loss(each) + (w**2).sum(), "sum", "scale_regularization_loss",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "op", "cause"),
+    [
+        pytest.param("noise", *PARTS, id="noise, mean of parts"),
+        pytest.param("norm", *PENALTY, id="norm, penalty"),
+        *(
+            pytest.param(kind, *case, id=f"{kind}, {name}", marks=pytest.mark.exhaustive)
+            for kind, name, case in [
+                ("noise", "mean", MEAN),
+                ("noise", "penalty", PENALTY),
+                ("norm", "mean", MEAN),
+                ("norm", "mean of parts", PARTS),
+                ("latents", "mean of parts", PARTS),
+                ("noise and norm", "penalty", PENALTY),
+            ]
+        ),
+    ],
+)
+def test_a_wrong_loss_or_reduction_with_noise_or_batch_norm_is_an_error(
+    s4: dj.MirroredStrategy, kind: str, loss: Callable[..., jax.Array], op: str, cause: str
+):
+    """As without them."""
+    _, step = local_step(s4, kind, loss, op)
+    (batch,) = s4.distribute_dataset([(X, Y)])
+    with pytest.raises(dj.NotEqualError, match=cause) as caught:
+        s4.run(step, args=batch)
+    assert "every replica got the examples and random numbers of the first one" in str(caught.value)
 
 
 @pytest.mark.exhaustive

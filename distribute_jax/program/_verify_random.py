@@ -1,0 +1,164 @@
+"""Steps that draw random numbers, under ``verify``: both runs get the same fixed numbers.
+
+A draw of each replica can equal none of one device. So the comparison runs the step, on the replicas and on
+one device, with fixed numbers in place of every draw. What is drawn for a mask of dropout matters only to the
+mask, which is then the same for all rows. For other draws, as of noise or latents, every replica gets the
+numbers of the same rows, and the same examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
+from math import prod
+from operator import or_
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from distribute_jax._mesh import DATA
+from distribute_jax._values import PerReplica
+from distribute_jax.program._jaxprs import RANDOM, RenamedAxis, equations, with_inner
+from distribute_jax.program._trace import Call, Traced
+from distribute_jax.program._walk import STRUCTURE, Marks, Walk
+
+
+def with_fixed_draws(call: Call, traced: Traced) -> Traced:
+    """Returns a step with equal masks, or else with equal draws."""
+    masks = with_equal_masks(traced)
+    return with_equal_draws(call, traced) if draws(masks.jaxpr.jaxpr) else masks
+
+
+def with_equal_masks(traced: Traced) -> Traced:
+    """Returns a step with equal masks; the same step if it draws nothing, or other than for masks."""
+    closed, walk = traced.jaxpr, _DrawWalk()
+    if not draws(closed.jaxpr):
+        return traced
+    outs = walk.run(closed, [_DATA] * len(closed.jaxpr.invars))
+    if not walk.only_masks or any(mark & _DRAWN for mark in outs):
+        return traced
+    return replace(traced, jaxpr=_FixedDraws(_mask).closed(closed), drawn=())
+
+
+def with_equal_draws(call: Call, traced: Traced, like: tuple[Any, ...] | None = None) -> Traced:
+    """Returns a step whose draws are equal for equal rows; the same step if it draws otherwise.
+
+    ``like`` are the shapes of the draws on a replica, for the step on one device with all rows.
+
+    Raises:
+        ValueError: a draw on one device has other dims than those of a replica, or of all of them.
+    """
+    closed, walk = traced.jaxpr, _DrawWalk()
+    data = sum(traced.sizes[:2])
+    batch = {data + k for k, v in enumerate(call.arguments.data) if isinstance(v, PerReplica)}
+    walk.run(closed, [_DATA | _BATCH * (k in batch) for k in range(len(closed.jaxpr.invars))])
+    if not walk.only_bits:
+        return traced
+    drawn = [eqn for eqn in equations(closed.jaxpr) if eqn.primitive.name == "random_bits"]
+    shapes = tuple(eqn.outvars[0].aval.shape for eqn in drawn)
+    pairs = zip(drawn, like or shapes, strict=True)
+    known = {id(eqn): (number, shape) for number, (eqn, shape) in enumerate(pairs)}
+    jaxpr = _FixedDraws(lambda eqn: _of_rows(*known[id(eqn)], eqn.outvars[0].aval)).closed(closed)
+    return replace(traced, jaxpr=jaxpr, drawn=shapes)
+
+
+def draws(jaxpr: Any) -> bool:
+    """True if a program draws random numbers, rather than only advances a stream."""
+    return any(eqn.primitive.name in RANDOM for eqn in equations(jaxpr))
+
+
+_DATA, _DRAWN, _BATCH = 1, 2, 4
+"""The bits of a mark: what a value is computed from. Constants have none."""
+
+_COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
+_ORDERS = frozenset({"approx_top_k", "sort", "top_k"})
+_READS = frozenset({"dynamic_slice", "gather"})
+
+
+class _DrawWalk(Walk):
+    """Finds out what drawn numbers are used for."""
+
+    only_masks = True
+    """They meet data only in comparisons, which make masks."""
+    only_bits = True
+    """All are drawn by a primitive that can be replaced, and none orders or selects rows."""
+
+    def constant(self, value: Any) -> int:
+        return 0
+
+    def joined(self, eqn: Any, one: int, other: int) -> int:
+        return one | other
+
+    def decided(self, eqn: Any, by: int, outs: Marks) -> Marks:
+        return [self._met(out | by) for out in outs]
+
+    def apply(self, eqn: Any, marks: Marks) -> Marks:
+        name = eqn.primitive.name
+        if name == "random_bits":
+            return [_DRAWN]
+        # With equal numbers a loop that draws until they fit would never end.
+        draws = any(inner.primitive.name in RANDOM for inner in with_inner(eqn))
+        if name in STRUCTURE and not (draws and name == "while"):
+            outs = self.by_rule(STRUCTURE[name], eqn, marks)
+            if outs is not None:
+                return outs
+        mark = reduce(or_, marks, 0)
+        selects = name in _READS and marks[0] & _BATCH and reduce(or_, marks[1:], 0) & _DRAWN
+        self.only_bits &= not (draws or selects or (name in _ORDERS and mark & _DRAWN))
+        self.only_masks &= not draws
+        if mark and name in _COMPARISONS:
+            return [_DATA | mark & _BATCH] * len(eqn.outvars)
+        return [self._met(mark)] * len(eqn.outvars)
+
+    def _met(self, mark: int) -> int:
+        self.only_masks &= mark & (_DATA | _DRAWN) != _DATA | _DRAWN
+        return mark
+
+
+class _FixedDraws(RenamedAxis):
+    """Replaces the bits of every draw."""
+
+    def __init__(self, bits_of: Callable[[Any], jax.Array]) -> None:
+        super().__init__(DATA, DATA)
+        self._bits_of = bits_of
+
+    def equation(self, eqn: Any) -> Any:
+        if eqn.primitive.name != "random_bits":
+            return super().equation(eqn)
+        [keys], [bits] = eqn.invars, eqn.outvars
+        aval = bits.aval
+
+        @jax.jit
+        def fixed(keys: jax.Array) -> jax.Array:
+            # What is drawn still depends on the key, and so may differ between the replicas.
+            zero = jax.random.key_data(keys).min() & 0
+            return self._bits_of(eqn).astype(aval.dtype) | zero.astype(aval.dtype)
+
+        traced = jax.make_jaxpr(fixed)(jax.ShapeDtypeStruct(keys.aval.shape, keys.aval.dtype))
+        [call] = traced.eqns
+        return call.replace(invars=[keys], outvars=[bits], source_info=eqn.source_info)
+
+
+_UNIFORM = 0.45
+"""What every mask compares: dropout keeps all with rates up to 0.5, also if it draws what to drop."""
+
+
+def _mask(eqn: Any) -> jax.Array:
+    aval = eqn.outvars[0].aval
+    return jnp.full(aval.shape, int(_UNIFORM * 2 ** (8 * aval.dtype.itemsize)), aval.dtype)
+
+
+def _of_rows(number: int, shape: tuple[int, ...], aval: Any) -> jax.Array:
+    """Returns the bits of a draw, which repeat those of ``shape``, as rows of the batch repeat a share."""
+    bits = jnp.arange(prod(shape), dtype=jnp.uint32) + jnp.uint32(number % 256 << 24)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):  # every bit depends on all
+        bits = (bits ^ bits >> shift) * jnp.uint32(factor)
+    if aval.dtype.itemsize == 8:
+        bits = bits.astype(aval.dtype) * aval.dtype.type(2**32 + 1)
+    times = [size // part for size, part in zip(aval.shape, shape, strict=True)]
+    bits = jnp.tile(bits.reshape(shape), times)
+    if bits.shape != aval.shape or sum(time > 1 for time in times) > 1:
+        raise ValueError(f"a draw of shape {aval.shape} has not the rows of one of {shape}")
+    return bits
