@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from distribute_jax._checks import as_member, check_int, check_number
+from distribute_jax._checks import as_member, check_int, check_number, refuse
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import is_key, leaf_text, listed
 
@@ -114,7 +114,11 @@ class ReduceOp(enum.Enum):
 
 
 def reduce_op(value: ReduceOp | str) -> ReduceOp:
-    return as_member("reduce_op, the first argument,", value, ReduceOp)
+    name = "reduce_op, the first argument,"
+    if isinstance(value, str) and value.lower() in ("max", "min"):
+        rule = "'sum' or 'mean'; a maximum is that of dj.get_replica_context().all_gather(values)"
+        refuse(name, rule, value)
+    return as_member(name, value, ReduceOp)
 
 
 _REFUSED = """\

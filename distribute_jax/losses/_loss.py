@@ -205,7 +205,8 @@ def one_for_each(what: str, losses: Any, y_pred: Any) -> jax.Array:
         raise ArgumentError(
             f"{what} returned one number for the whole batch. No replica has the whole batch, so it "
             "cannot be exact: return one number for each example, without the mean or the sum over "
-            "dim 0; the library takes the mean over the global batch."
+            "dim 0; the library takes the mean over the global batch. To leave examples out, give them a "
+            "sample_weight of 0, with reduction='mean_with_sample_weight' for the mean over the others."
         )
     rows = [leaf.shape[0] for leaf in jax.tree.leaves(y_pred) if getattr(leaf, "shape", ())]
     if rows and shape[0] != rows[0]:

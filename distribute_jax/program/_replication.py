@@ -381,7 +381,10 @@ class ReplicationWalk(Walk):
         if eqn.primitive is mirrored_p:
             return [MIRRORED]
         if eqn.primitive is part_of_mean_p:  # to be summed even if all parts are equal
-            return [marks[0] | {f"a part of a mean at {line(eqn)}"}]
+            return [
+                marks[0]
+                | {f"a part of a mean at {line(eqn)}, of which all_reduce('sum', part) is the mean"}
+            ]
         if eqn.primitive is unreduced_p:
             _, before = self._unreduced.get(id(eqn), (eqn, MIRRORED))
             self._unreduced[id(eqn)] = eqn, union([before, *marks])

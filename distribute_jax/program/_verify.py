@@ -10,19 +10,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from distribute_jax._errors import ArgumentError, NotEqualError, log_once
+from distribute_jax._errors import NotEqualError, log_once
 from distribute_jax._mesh import (
     first_replica,
     is_local,
-    local_copy_of_replicated,
     num_replicas,
     outside_mesh,
-    split_sharding,
 )
 from distribute_jax._messages import listed
-from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import Combine
-from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._compare import (
     NUDGES,
@@ -39,17 +35,14 @@ from distribute_jax.program._compare import (
     noise_of,
     nudged_outcome,
     on_host,
-    real_rows,
     same_specials,
     spacing_of,
 )
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._padding_check import run_checked_for_leaks
-from distribute_jax.program._placement import Replicas
-from distribute_jax.program._program import build
 from distribute_jax.program._remarks import results_are_parts
 from distribute_jax.program._result_rows import per_example_results
-from distribute_jax.program._trace import Call, StandIn, Traced, trace
+from distribute_jax.program._trace import Call
 from distribute_jax.program._verify_float64 import in_float64
 from distribute_jax.program._verify_outputs import (
     as_read,
@@ -62,10 +55,12 @@ from distribute_jax.program._verify_outputs import (
     next_values,
     scales_by_number,
 )
-from distribute_jax.program._verify_random import (
+from distribute_jax.program._verify_runs import (
     draws,
-    with_equal_draws,
+    on_one_device,
     with_equal_masks,
+    with_equal_shares,
+    with_fixed,
     with_fixed_draws,
 )
 
@@ -134,7 +129,7 @@ def verify(call: Call, entry: BoundProgram, values: Sequence[Any], options: RunO
     if options.verify == "auto":
         return not options.check_sync or _verify_auto(call, entry, values, flat, options)
     fixed = with_equal_masks(entry.program.traced)
-    comparison = _Comparison(call, *_with_fixed(fixed, call, entry, flat, options), values)
+    comparison = _Comparison(call, *with_fixed(fixed, call, entry, flat, options), values)
     check_copies(entry, comparison.outs)
     lines, small = comparison.differences()
     if lines:
@@ -156,9 +151,9 @@ def _verify_auto(
         fixed = with_fixed_draws(call, entry.program.traced)
         has_equal_shares = bool(chosen) and (bool(fixed.drawn) or keeps_statistics(entry))
         if has_equal_shares:
-            call = replace(call, arguments=_with_equal_shares(call.arguments))
+            call = replace(call, arguments=with_equal_shares(call.arguments))
             flat = entry.flat_inputs(values, call.arguments)
-        entry, flat = _with_fixed(fixed, call, entry, flat, options)
+        entry, flat = with_fixed(fixed, call, entry, flat, options)
         comparison = _Comparison(call, entry, flat, values, chosen)
         lines, _ = comparison.differences()
         if lines and scales_by_number(call, entry, comparison.single):
@@ -231,7 +226,7 @@ class _Comparison:
         self.outs = entry.execute(copied(flat))
         # JAX refuses a second mesh within the scope of the mesh of all replicas.
         with outside_mesh(), components_on(entry.binding, first_replica(call.mesh)):
-            self._single_call, self.single = _on_one_device(call, entry)
+            self._single_call, self.single = on_one_device(call, entry)
             self._single_flat = self.single.flat_inputs(values, self._single_call.arguments)
             one = as_read(self.single, self.single.execute(self.single.placed(self._single_flat)))
         many = as_read(entry, self.outs)
@@ -407,75 +402,6 @@ def _old_on_host(old: Any, new: Any) -> Array:
     array = on_host(old) if isinstance(old, jax.Array) else np.asarray(old)
     fits = array.shape == new.shape and not isinstance(old, float)
     return array if fits else np.zeros(new.shape, on_host(new).dtype)
-
-
-def _with_fixed(
-    traced: Traced, call: Call, entry: BoundProgram, flat: list[Any], options: RunOptions
-) -> tuple[BoundProgram, list[Any]]:
-    """Returns a step with fixed numbers in place of its draws, and its inputs."""
-    programs = entry.program.compared
-    if traced is entry.program.traced:
-        return entry, flat
-    if None not in programs:
-        options = replace(options, donate_state=False, donate_args=False, verify="off")
-        once = replace(call, runs_once=True)
-        programs[None] = build(once, options, Replicas(call.mesh), traced=traced)
-    entry = BoundProgram(programs[None], call.binding, entry.step)
-    return entry, entry.placed(flat)
-
-
-def _with_equal_shares(arguments: Arguments) -> Arguments:
-    """Returns arguments with the examples of the first replica on every replica.
-
-    The statistics of a share are then those of the whole batch.
-
-    Raises:
-        ValueError: its share has padding.
-    """
-    return arguments.with_data(list(map(_repeated, arguments.data)))
-
-
-def _repeated(value: Any) -> Any:
-    if not isinstance(value, PerReplica):
-        return value
-    replicas, counts, [rows, *_] = num_replicas(value.mesh), value.counts, value.part_shape
-    if counts and counts[0] < rows:
-        raise ValueError(f"the share of the first replica has {counts[0]} examples")
-    every = np.concatenate([np.asarray(value.global_array)[:rows]] * replicas)
-    array = jax.device_put(every, value.global_array.sharding)
-    counts = counts and (rows,) * replicas
-    return PerReplica(array, value.mesh, layout=Layout.JOINED, counts=counts)
-
-
-def _on_one_device(call: Call, entry: BoundProgram) -> tuple[Call, BoundProgram]:
-    mesh = first_replica(call.mesh)
-    batches = [_global_batch(value, mesh) for value in call.arguments.data]
-    arguments = call.arguments.with_data(batches)
-    strategy = StandIn(call.strategy, 1)
-    single = replace(call, arguments=arguments, mesh=mesh, strategy=strategy, runs_once=True)
-    drawn, programs = entry.program.traced.drawn, entry.program.compared
-    key = drawn, tuple(np.shape(getattr(v, "global_array", v)) for v in batches)
-    if key not in programs:
-        options = RunOptions(check_sync=False, donate_state=False, verify="off")
-        traced = trace(single)
-        if drawn is not None:
-            traced = with_equal_draws(single, traced, drawn) if drawn else with_equal_masks(traced)
-        programs[key] = build(single, options, Replicas(mesh), traced=traced)
-    return single, BoundProgram(programs[key], call.binding, entry.step)
-
-
-def _global_batch(value: Any, mesh: Any) -> Any:
-    """Returns the real examples of all replicas, as the share of a single replica."""
-    if not isinstance(value, PerReplica):
-        return value
-    if value.layout is Layout.STACKED:
-        raise ArgumentError(
-            "verify cannot run this step on one device: an argument holds a value for each replica "
-            f"({value!r}), which has no equivalent there. Pass a distributed batch instead."
-        )
-    every = np.asarray(local_copy_of_replicated(value.global_array))
-    real = real_rows(np.stack(np.split(every, num_replicas(value.mesh))), value.counts)
-    return PerReplica(jax.device_put(real, split_sharding(mesh)), mesh, layout=Layout.JOINED)
 
 
 def _unequal_text(left: Array, right: Array, old: Array, replicas: int) -> str:

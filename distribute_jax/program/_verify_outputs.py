@@ -33,7 +33,7 @@ from distribute_jax.program._lowerings import returned_arguments
 from distribute_jax.program._program import Program
 from distribute_jax.program._trace import Call, Traced
 from distribute_jax.program._undo import StepCounts
-from distribute_jax.program._verify_random import draws, with_fixed_draws
+from distribute_jax.program._verify_runs import draws, with_fixed_draws
 from distribute_jax.variables import Variable, VariableAggregation, aggregated, on_replicas
 
 _MAX_BYTES = 256 * 2**20

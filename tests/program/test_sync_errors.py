@@ -40,6 +40,20 @@ def grads_of(model: nnx.Linear, x: jax.Array, y: jax.Array) -> tuple[jax.Array, 
     )(model)
 
 
+def test_state_that_a_part_of_a_mean_decides_names_the_reduction(
+    s4: dj.MirroredStrategy, batch: tuple[dj.PerReplica, ...]
+):
+    """As in a line search, whose function must return the loss of all replicas."""
+    model, _ = model_and_optimizer(s4)
+
+    def step(x: jax.Array, y: jax.Array) -> None:
+        loss = dj.compute_average_loss(model(x)[:, 0])
+        model.bias[...] = jnp.where(loss > 0, model.bias[...], 0)
+
+    with pytest.raises(dj.OutOfSyncError, match=r"all_reduce\('sum', part\) is the mean"):
+        s4.run(step, args=batch)
+
+
 def test_weights_updated_from_unreduced_gradients_are_refused_by_name(
     s4: dj.MirroredStrategy, batch: tuple[dj.PerReplica, ...]
 ):

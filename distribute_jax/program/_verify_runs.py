@@ -1,9 +1,9 @@
-"""Steps that draw random numbers, under ``verify``: both runs get the same fixed numbers.
+"""The two runs that ``verify`` compares, on all replicas and on one device, made comparable.
 
-A draw of each replica can equal none of one device. So the comparison runs the step, on the replicas and on
-one device, with fixed numbers in place of every draw. What is drawn for a mask of dropout matters only to the
-mask, which is then the same for all rows. For other draws, as of noise or latents, every replica gets the
-numbers of the same rows, and the same examples.
+What a replica draws can equal no draw of one device. So both run the step with fixed numbers in place of every
+draw. What is drawn for a mask of dropout matters only to the mask, which is then the same for all rows. For
+other draws, as of noise, and for statistics of a share, as those of batch norm, every replica gets the same
+examples, and equal rows get equal numbers.
 """
 
 from __future__ import annotations
@@ -17,12 +17,96 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from distribute_jax._mesh import DATA
-from distribute_jax._values import PerReplica
+from distribute_jax._errors import ArgumentError
+from distribute_jax._mesh import (
+    DATA,
+    first_replica,
+    local_copy_of_replicated,
+    num_replicas,
+    split_sharding,
+)
+from distribute_jax._values import Layout, PerReplica
+from distribute_jax.program._arguments import Arguments
+from distribute_jax.program._call import BoundProgram
+from distribute_jax.program._compare import real_rows
 from distribute_jax.program._jaxprs import RANDOM, RenamedAxis, equations, with_inner
-from distribute_jax.program._trace import Call, Traced
+from distribute_jax.program._options import RunOptions
+from distribute_jax.program._placement import Replicas
+from distribute_jax.program._program import build
+from distribute_jax.program._trace import Call, StandIn, Traced, trace
 from distribute_jax.program._walk import STRUCTURE, Marks, Walk
+
+
+def with_fixed(
+    traced: Traced, call: Call, entry: BoundProgram, flat: list[Any], options: RunOptions
+) -> tuple[BoundProgram, list[Any]]:
+    """Returns a step with fixed numbers in place of its draws, and its inputs."""
+    programs = entry.program.compared
+    if traced is entry.program.traced:
+        return entry, flat
+    if None not in programs:
+        options = replace(options, donate_state=False, donate_args=False, verify="off")
+        once = replace(call, runs_once=True)
+        programs[None] = build(once, options, Replicas(call.mesh), traced=traced)
+    entry = BoundProgram(programs[None], call.binding, entry.step)
+    return entry, entry.placed(flat)
+
+
+def with_equal_shares(arguments: Arguments) -> Arguments:
+    """Returns arguments with the examples of the first replica on every replica.
+
+    The statistics of a share are then those of the whole batch.
+
+    Raises:
+        ValueError: its share has padding.
+    """
+    return arguments.with_data(list(map(_repeated, arguments.data)))
+
+
+def _repeated(value: Any) -> Any:
+    if not isinstance(value, PerReplica):
+        return value
+    replicas, counts, [rows, *_] = num_replicas(value.mesh), value.counts, value.part_shape
+    if counts and counts[0] < rows:
+        raise ValueError(f"the share of the first replica has {counts[0]} examples")
+    every = np.concatenate([np.asarray(value.global_array)[:rows]] * replicas)
+    array = jax.device_put(every, value.global_array.sharding)
+    counts = counts and (rows,) * replicas
+    return PerReplica(array, value.mesh, layout=Layout.JOINED, counts=counts)
+
+
+def on_one_device(call: Call, entry: BoundProgram) -> tuple[Call, BoundProgram]:
+    """Returns the call on one device with the examples of all replicas, and its step."""
+    mesh = first_replica(call.mesh)
+    batches = [_global_batch(value, mesh) for value in call.arguments.data]
+    arguments = call.arguments.with_data(batches)
+    strategy = StandIn(call.strategy, 1)
+    single = replace(call, arguments=arguments, mesh=mesh, strategy=strategy, runs_once=True)
+    drawn, programs = entry.program.traced.drawn, entry.program.compared
+    key = drawn, tuple(np.shape(getattr(v, "global_array", v)) for v in batches)
+    if key not in programs:
+        options = RunOptions(check_sync=False, donate_state=False, verify="off")
+        traced = trace(single)
+        if drawn is not None:
+            traced = with_equal_draws(single, traced, drawn) if drawn else with_equal_masks(traced)
+        programs[key] = build(single, options, Replicas(mesh), traced=traced)
+    return single, BoundProgram(programs[key], call.binding, entry.step)
+
+
+def _global_batch(value: Any, mesh: Any) -> Any:
+    """Returns the real examples of all replicas, as the share of a single replica."""
+    if not isinstance(value, PerReplica):
+        return value
+    if value.layout is Layout.STACKED:
+        raise ArgumentError(
+            "verify cannot run this step on one device: an argument holds a value for each replica "
+            f"({value!r}), which has no equivalent there. Pass a distributed batch instead."
+        )
+    every = np.asarray(local_copy_of_replicated(value.global_array))
+    real = real_rows(np.stack(np.split(every, num_replicas(value.mesh))), value.counts)
+    return PerReplica(jax.device_put(real, split_sharding(mesh)), mesh, layout=Layout.JOINED)
 
 
 def with_fixed_draws(call: Call, traced: Traced) -> Traced:
@@ -48,14 +132,16 @@ def with_equal_draws(call: Call, traced: Traced, like: tuple[Any, ...] | None = 
     ``like`` are the shapes of the draws on a replica, for the step on one device with all rows.
 
     Raises:
-        ValueError: a draw on one device has other dims than those of a replica, or of all of them.
+        ValueError: a draw on one device is neither that of a replica, nor has the rows of all of them.
     """
     closed, walk = traced.jaxpr, _DrawWalk()
     data = sum(traced.sizes[:2])
     batch = {data + k for k, v in enumerate(call.arguments.data) if isinstance(v, PerReplica)}
     walk.run(closed, [_DATA | _BATCH * (k in batch) for k in range(len(closed.jaxpr.invars))])
-    if not walk.only_bits:
+    if not walk.only_bits and like is None:
         return traced
+    if not walk.only_bits:
+        raise ValueError("only on one device a draw orders or selects rows")
     drawn = [eqn for eqn in equations(closed.jaxpr) if eqn.primitive.name == "random_bits"]
     shapes = tuple(eqn.outvars[0].aval.shape for eqn in drawn)
     pairs = zip(drawn, like or shapes, strict=True)
