@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_003,
-    lines_of_tests: 51_645,
+    lines: 52_136,
+    lines_of_tests: 51_741,
     files: 205,
     pieces: 0,
     private_words: 0,
