@@ -1,9 +1,9 @@
 """The two runs that ``verify`` compares, on all replicas and on one device, made comparable.
 
-What a replica draws can equal no draw of one device. So both run the step with fixed numbers in place of every
-draw. What is drawn for a mask of dropout matters only to the mask, which is then the same for all rows. For
-other draws, as of noise, and for statistics of a share, as those of batch norm, every replica gets the same
-examples, and equal rows get equal numbers.
+What a replica draws can equal no draw of one device. So both run the step with fixed numbers in place of
+every draw. What is drawn for a mask of dropout matters only to the mask, which is then the same for all rows.
+For other draws, as of noise, and for statistics of a share, as those of batch norm, every replica gets the
+same examples, and equal rows get equal numbers.
 """
 
 from __future__ import annotations
