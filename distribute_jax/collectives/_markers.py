@@ -38,6 +38,20 @@ unreduced_p = _marker("unreduced")
 part_of_mean_p = _marker("part_of_mean")
 """The trace of a step is checked for uses of the part before it is summed."""
 
+part_gradient_p = _marker("part_gradient")
+"""It marks the tangents and cotangents of parts of means; the trace is checked for means of gradients."""
+
+
+def _marked(tangents: Sequence[Any]) -> list[Any]:
+    return [x if type(x) is ad.Zero else part_gradient_p.bind(x)[0] for x in tangents]
+
+
+ad.primitive_jvps[part_of_mean_p] = lambda xs, tangents: (
+    part_of_mean_p.bind(*xs),
+    _marked(tangents),
+)
+ad.primitive_transposes[part_gradient_p] = lambda cotangents, *xs: _marked(cotangents)
+
 _real_rows_p = _marker("real_rows")
 """Its bools of shape (rows,) are False exactly for rows of padding."""
 

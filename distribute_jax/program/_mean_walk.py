@@ -92,7 +92,16 @@ class _Merged(str):
 
 
 _ROWS: Mark = frozenset({"rows of the batch"})
-_LINEAR = KEEPS | {"dynamic_slice", "gather", "max", "part_of_mean", "rev", "slice", "split"}
+_LINEAR = KEEPS | {
+    "dynamic_slice",
+    "gather",
+    "max",
+    "part_gradient",
+    "part_of_mean",
+    "rev",
+    "slice",
+    "split",
+}
 _NONLINEAR = frozenset({
     "abs", "cbrt", "cholesky", "cos", "eigh", "erf", "exp", "exp2", "expm1", "integer_pow", "log", "log1p",
     "logistic", "lu", "pow", "qr", "rsqrt", "sin", "sqrt", "square", "svd", "tanh",

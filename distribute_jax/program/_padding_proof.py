@@ -224,7 +224,7 @@ def scan(walk: PaddingWalk, pair: Pair, marks: Marks) -> Marks | None:
 
 _IDENTITIES = (
     *("optimization_barrier", "mirrored", "unreduced", "device_put", "name", "reshard"),
-    *("part_of_mean", "sharding_constraint"),
+    *("part_gradient", "part_of_mean", "sharding_constraint"),
 )
 
 STRUCTURE: dict[str, Rule] = {

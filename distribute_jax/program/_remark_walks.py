@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._mesh import DATA
-from distribute_jax.collectives._markers import part_of_mean_p
+from distribute_jax.collectives._markers import part_gradient_p, part_of_mean_p
 from distribute_jax.program._jaxprs import (
     equations,
     frames,
@@ -66,6 +66,24 @@ class _SummedPart(str):
 
 class MeanOfParts(str):
     """The mark of a mean of parts over the replicas: the line that made the parts."""
+
+    __slots__ = ()
+
+
+class _Gradient(str):
+    """The mark of gradients of a part: the line that made the part."""
+
+    __slots__ = ()
+
+
+class _SummedGradient(_SummedPart):
+    """The mark of the sum of such gradients over the replicas."""
+
+    __slots__ = ()
+
+
+class MeanOfGradients(MeanOfParts):
+    """The mark of the mean of such gradients over the replicas."""
 
     __slots__ = ()
 
@@ -142,8 +160,8 @@ class _PartWalk(RemarkWalk):
 
     def after(self, eqn: Any, marks: Marks) -> Marks:
         name = eqn.primitive.name
-        if eqn.primitive is part_of_mean_p:
-            return [frozenset({Part(self.at())})]
+        if eqn.primitive in (part_of_mean_p, part_gradient_p):
+            return [self._made(eqn, marks)]
         if name == "cross_device_sum" or names_axis(eqn, DATA):
             is_sum = name in ("psum", "psum_invariant") or len(marks) == len(eqn.outvars) == 1
             return list(map(_summed, marks)) if is_sum else [MIRRORED] * len(eqn.outvars)
@@ -152,48 +170,70 @@ class _PartWalk(RemarkWalk):
                 return [self._after_sum(name, eqn, marks)] * len(eqn.outvars)
         elif not any(marks) and name not in RULES and name not in SHAPES:
             return [MIRRORED] * len(eqn.outvars)
-        parts = _parts(union(marks))
         if name in _CALLBACKS:
+            parts = _parts(union(marks))
             self.callbacks |= {(self.at(), str(p)) for p in parts if not isinstance(p, ScaledPart)}
-        if name in SHAPES and len(eqn.invars) == 1 and not parts:
+        if name in SHAPES and len(eqn.invars) == 1:
             number = number_of(eqn.invars[0], marks[0])
-            return [MIRRORED if number is None else frozenset({Constant(number)})]
+            if number is not None:
+                return [frozenset({Constant(number)})]
         outs = super().after(eqn, marks)
         if name in RULES:
             return outs
-        mark = self._mark_of_parts(name, eqn, marks) if parts else MIRRORED
+        mark = self._mark_of_parts(name, eqn, marks)
         floating = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.outvars]
         return [mark if is_float else MIRRORED for is_float in floating]
 
+    def _made(self, eqn: Any, marks: Marks) -> Mark:
+        """Returns the mark of a part, or of its cotangent; that of a loss that was scaled is not 1."""
+        if eqn.primitive is part_of_mean_p:
+            return frozenset({Part(self.at())})
+        number = number_of(eqn.invars[0], marks[0])
+        return frozenset({_Gradient(self.at())}) if number == 1 else MIRRORED
+
     def _after_sum(self, name: str, eqn: Any, marks: Marks) -> Mark:
         """Returns the mark of what is computed from a sum of parts; ``all_reduce("mean")`` divides it."""
-        number = number_of(eqn.invars[-1], marks[-1]) if name == "div" else None
+        factor, mark = _factor(name, eqn, marks), union(marks)
         is_mean = any(_COLLECTIVES in frame for frame in frames(eqn))
-        if is_mean and number == self.axis_size > 1:
-            return frozenset(MeanOfParts(w) for w in marks[0] if isinstance(w, _SummedPart))
+        if is_mean and name == "div" and factor == 1 / self.axis_size < 1:
+            sums = [w for w in marks[0] if isinstance(w, _SummedPart)]
+            gradients = {MeanOfGradients(w) for w in sums if isinstance(w, _SummedGradient)}
+            return frozenset(gradients or map(MeanOfParts, sums))
+        if factor is not None and factor < 2:  # as by a learning rate
+            return _gradients(mark, _SummedGradient, MeanOfGradients)
         kept = (Part, _SummedPart, MeanOfParts)
-        return frozenset(w for w in union(marks) if name in KEEPS and isinstance(w, kept))
+        keeps = name in KEEPS or eqn.params.get("y") == 1  # a first power, in moments of optax
+        return frozenset(w for w in mark if keeps and isinstance(w, kept))
 
     def _mark_of_parts(self, name: str, eqn: Any, marks: list[Mark]) -> Mark:
-        parts = _parts(union(marks))
-        if name in KEEPS:
-            return parts
-        if name in ("mul", "div"):
-            factors = [number_of(atom, mark) for atom, mark in zip(eqn.invars, marks, strict=True)]
-            factor = factors[1] if factors[1] is not None or name == "div" else factors[0]
-            if factor is not None and _parts(marks[0]) != _parts(marks[1]):
-                scale = abs(1 / factor if name == "div" and factor else factor)
-                # Times the replicas or the batch it is complete; times 0.1 it is a term of a sum of losses.
-                return parts if scale < 2 else MIRRORED
-        return frozenset(ScaledPart(part) for part in parts)
+        parts, gradients = _parts(union(marks)), _gradients(union(marks), _Gradient)
+        factor = _factor(name, eqn, marks)
+        if name in KEEPS or factor is not None:
+            # Times the replicas or the batch it is complete; times 0.1 it is a term of a sum of losses.
+            return parts | gradients if factor is None or factor < 2 else MIRRORED
+        return gradients | {ScaledPart(part) for part in parts}
 
 
 def _parts(mark: Mark) -> frozenset[Part]:
     return frozenset(word for word in mark if isinstance(word, Part))
 
 
+def _gradients(mark: Mark, *kinds: type[str]) -> Mark:
+    return frozenset(word for word in mark if isinstance(word, kinds))
+
+
 def _summed(mark: Mark) -> Mark:
-    return frozenset(_SummedPart(part) for part in _parts(mark) if not isinstance(part, ScaledPart))
+    parts = {_SummedPart(part) for part in _parts(mark) if not isinstance(part, ScaledPart)}
+    return frozenset(parts | {_SummedGradient(word) for word in _gradients(mark, _Gradient)})
+
+
+def _factor(name: str, eqn: Any, marks: Sequence[Mark]) -> float | None:
+    """Returns the size of the number by which an equation scales a value, None for another equation."""
+    if name not in ("mul", "div"):
+        return None
+    numbers = [number_of(atom, mark) for atom, mark in zip(eqn.invars, marks, strict=True)]
+    number = numbers[1] if numbers[1] is not None or name == "div" else numbers[0]
+    return number if number is None else abs(1 / number if name == "div" and number else number)
 
 
 def number_of(atom: Any, mark: Mark) -> float | None:

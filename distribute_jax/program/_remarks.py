@@ -31,6 +31,7 @@ from distribute_jax.program._remark_walks import (
     DRAWING,
     STREAM,
     EqualWalk,
+    MeanOfGradients,
     Part,
     Parts,
     ScaledPart,
@@ -106,6 +107,11 @@ _MEAN_OF_PARTS = (
     "%s returned %s, the mean over the replicas of what compute_average_loss returned at %s, which is a part "
     "of the mean over the batch: %s times too small. Write all_reduce('sum', loss)."
 )
+_MEAN_OF_GRADIENTS = (
+    "%s updates %s by the mean over the replicas of gradients of what compute_average_loss returned at %s, "
+    "which is a part of the mean over the batch: they are %s times smaller than those of one device. Combine "
+    "gradients of a part by all_reduce('sum', gradients)."
+)
 _NONLINEAR = (
     "%s returned %s, which combines what each of the %s replicas computed at %s from its examples by more "
     "than a sum, as a root, a ratio or a maximum, and so is not the value for the batch. Reduce first and "
@@ -175,9 +181,10 @@ def remarks(
             Notice(_MEAN_OF_PARTS, (step, name, str(word), replicas), str(word))
             for name, words in names
             for word in sorted(words)
+            if not isinstance(word, MeanOfGradients)
         ]
     if not _may_be_compared(call, traced, combine):
-        notices += _summed_gradients(call, traced, combine, means, new_state)
+        notices += _wrong_gradients(call, traced, combine, means, parts, new_state)
     shares = [_share(*marks) for marks in zip(parts.outputs, means, strict=True)]
     return tuple(notices), tuple(shares[len(combine) :])
 
@@ -217,14 +224,16 @@ def _may_be_compared(call: Call, traced: Traced, combine: Sequence[Combine]) -> 
     return is_here and not is_random and {Combine.MEAN, Combine.FIRST}.isdisjoint(combine)
 
 
-def _summed_gradients(
+def _wrong_gradients(
     call: Call,
     traced: Traced,
     combine: Sequence[Combine],
-    marks: Sequence[Mark],
+    means: Sequence[Mark],
+    parts: Parts,
     new_state: Collection[int],
 ) -> Iterator[Notice]:
-    """Warns of state that is updated by sums of gradients of means."""
+    """Warns of state that is updated by sums of gradients of means, or by means of gradients of parts."""
+    marks = [mean | part for mean, part in zip(means, parts.too_small, strict=True)]
     step, replicas = step_name(call.fn), str(num_replicas(call.mesh))
     named = [
         (name, mark)
@@ -234,6 +243,10 @@ def _summed_gradients(
     for name, mark in named:
         for word in sorted(word for word in mark if isinstance(word, SumOfMeans)):
             yield Notice(_SUM_OF_GRADIENTS, (step, name, word.at, replicas), word.at)
+        for line_of_part in sorted(word for word in mark if isinstance(word, MeanOfGradients)):
+            yield Notice(
+                _MEAN_OF_GRADIENTS, (step, name, str(line_of_part), replicas), str(line_of_part)
+            )
 
 
 def _share(parts: frozenset[Part], means: Mark) -> Share:

@@ -438,8 +438,8 @@ class ReplicationWalk(Walk):
 
 _KEEPS_ZEROS = frozenset({
     "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy",
-    "mirrored", "neg", "optimization_barrier", "part_of_mean", "reduce_sum", "reshape", "squeeze",
-    "stop_gradient", "sub", "transpose", "unreduced",
+    "mirrored", "neg", "optimization_barrier", "part_gradient", "part_of_mean", "reduce_sum",
+    "reshape", "squeeze", "stop_gradient", "sub", "transpose", "unreduced",
 })  # fmt: skip
 """Operations that return zeros for zeros."""
 
