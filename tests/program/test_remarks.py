@@ -127,7 +127,7 @@ def test_losses_of_the_library_are_parts(s4: dj.MirroredStrategy):
 
 
 def test_a_part_in_a_callback_or_in_other_state_is_logged_once(
-    s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
+    s4: dj.MirroredStrategy, logged: Callable[[], list[str]], trace_only: Any
 ):
     """It is not an error, since the use of the sum is not known."""
 
@@ -140,21 +140,21 @@ def test_a_part_in_a_callback_or_in_other_state_is_logged_once(
             self.loss[...] += part
             self.steps[...] += 1
 
-    seen: list[float] = []
+    def print_part(_: None, part: jax.Array, losses: jax.Array) -> None:
+        jax.debug.callback(lambda part: None, part)
+
+    def add(metric: Any, part: jax.Array, losses: jax.Array) -> None:
+        metric.add(part)
+
     for _ in range(2):
-        training(s4, Epoch, lambda metric, part, losses: metric.add(part))
-        training(
-            s4,
-            lambda: None,
-            lambda _, part, losses: jax.debug.callback(lambda v: seen.append(float(v)), part),
-        )
+        trace_only(lambda: training(s4, Epoch, add))
+        trace_only(lambda: training(s4, lambda: None, print_part))
     state, callback = logged()
     assert "metric adds up what compute_average_loss returned at test_remarks.py" in state
     assert "it is 4 times too small" in state
     assert "The callback at test_remarks.py" in callback
-    logs = len(logged())
-    training(s4, Total, lambda metric, part, losses: metric.add(part))
-    assert len(logged()) == logs
+    trace_only(lambda: training(s4, Total, add))
+    assert len(logged()) == 2
 
 
 class Total(nnx.Metric):
@@ -193,7 +193,7 @@ def test_a_dropout_mask_from_a_mirrored_key_is_logged_once(
 
 
 def test_noise_for_weights_with_as_many_rows_as_a_share_is_not_logged(
-    s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
+    s4: dj.MirroredStrategy, logged: Callable[[], list[str]], trace_only: Any
 ):
     """``optax.noisy_sgd`` keeps a key, and its noise must be equal; latent variables must not be."""
     share = len(X) // 4
@@ -213,9 +213,10 @@ def test_noise_for_weights_with_as_many_rows_as_a_share_is_not_logged(
         )(square)
         optimizer.update(square, replica().all_reduce("sum", gradients))
 
-    s4.run(step, args=(batch,))
+    trace_only(lambda: s4.run(step, args=(batch,)))
     assert not logged()
-    s4.run(lambda x: x.sum() + square(jax.random.normal(key, (len(x), share))), args=(batch,))
+    latent = lambda x: x.sum() + square(jax.random.normal(key, (len(x), share)))  # noqa: E731
+    trace_only(lambda: s4.run(latent, args=(batch,)))
     [text] = logged()
     assert "for each row of the batch" in text
 
