@@ -43,7 +43,7 @@ def step_with(
     return step
 
 
-@pytest.mark.parametrize(("loss", "op"), [("exact", "sum"), ("mean", "mean")])
+@pytest.mark.parametrize(("loss", "op"), [("exact", "sum"), long("mean", "mean")])
 def test_correct_steps_pass_and_update_the_state_once(strategy: dj.Strategy, loss: str, op: str):
     step = step_with(strategy, optax.sgd(0.1), loss, op)
     twin = step_with(strategy, optax.sgd(0.1), loss, op)
@@ -62,9 +62,9 @@ def test_correct_steps_pass_and_update_the_state_once(strategy: dj.Strategy, los
 @pytest.mark.parametrize(
     ("loss", "op", "text"),
     [
-        ("mean", "sum", "4.000 = number of replicas: gradients of a mean were summed"),
+        long("mean", "sum", "4.000 = number of replicas: gradients of a mean were summed"),
         ("sum", "mean", "0.250 = 1 / number of replicas: the gradient of a sum was averaged"),
-        long(*("exact", "mean", "0.250 = 1 / number of replicas")),
+        long("exact", "mean", "0.250 = 1 / number of replicas"),
     ],
 )
 def test_wrong_scales_are_named_with_ratio_and_cause(
@@ -128,7 +128,7 @@ def context() -> dj.ReplicaContext:
 
 
 @pytest.mark.filterwarnings("ignore:The global batch has 5 examples for 8")
-@pytest.mark.parametrize("rows", [8, 5])
+@pytest.mark.parametrize("rows", [5, long(8)])
 def test_rows_and_parts_of_sums_pass(strategy: dj.Strategy, rows: int):
     def step(x: jax.Array) -> dict[str, jax.Array]:
         return {
@@ -146,7 +146,7 @@ def test_means_over_equal_shares_pass(strategy: dj.Strategy):
     dj.testing.check_equals_one_device(strategy, lambda x: jnp.mean(x**2), BATCH[0])
 
 
-@pytest.mark.parametrize("rows", [8, 5])
+@pytest.mark.parametrize("rows", [5, long(8)])
 def test_rows_that_depend_on_the_share_are_refused(s4: dj.MirroredStrategy, rows: int):
     with pytest.raises(dj.NotEqualError, match="result: its rows differ by up to"):
         dj.testing.check_equals_one_device(s4, lambda x: x - x.mean(0), BATCH[0][:rows])
