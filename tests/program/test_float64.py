@@ -72,8 +72,8 @@ def test_a_jaxpr_evaluates_as_its_function_does_in_float64(name: str):
     jaxpr = jax.make_jaxpr(program)(X)
     with jax.enable_x64(True):
         outs = jax.jit(lambda x: evaluated(jaxpr, [x]))(X.astype(np.float64))
-        same = jax.tree.leaves(program(jnp.asarray(X, jnp.float64)))
-    narrow = jax.tree.leaves(program(jnp.asarray(X)))
+        same = jax.tree.leaves(jax.jit(program)(jnp.asarray(X, jnp.float64)))
+    narrow = jax.tree.leaves(jax.eval_shape(program, X))
     for out, wide, short in zip(outs, same, narrow, strict=True):
         floating = np.issubdtype(short.dtype, np.floating)
         assert out.dtype == (np.float64 if floating else short.dtype)

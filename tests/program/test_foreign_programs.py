@@ -106,7 +106,9 @@ def tutorial_ported(make: Callable[..., dj.Strategy]) -> list[float]:
 
 
 def new_multi_steps() -> tuple[Any, Any, Any]:
-    tx = optax.MultiSteps(optax.adam(0.1), every_k_schedule=2).gradient_transformation()
+    tx = optax.MultiSteps(
+        optax.sgd(0.1, momentum=0.9), every_k_schedule=2
+    ).gradient_transformation()
     params = {"w": jnp.zeros((36, 3)), "b": jnp.zeros(3)}
     return tx, params, tx.init(params)
 
