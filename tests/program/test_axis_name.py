@@ -33,7 +33,7 @@ def trained(strategy: dj.Strategy, axis: str, options: dj.RunOptions | None = No
     """Returns the results of two steps with collectives inside scan, cond, jit, checkpoint and grad."""
     with strategy.scope():
         net = Net(axis)
-        optimizer = nnx.Optimizer(net, optax.adam(0.1), wrt=nnx.Param)
+        optimizer = nnx.Optimizer(net, optax.sgd(0.1), wrt=nnx.Param)
 
     def step(x: Any) -> Any:
         loss, grads = nnx.value_and_grad(lambda net: (net(x) ** 2).mean())(net)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import long
 
 import distribute_jax as dj
 from distribute_jax import _errors
@@ -63,7 +64,8 @@ def _is_int(parts: list[object]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("n", "counts"), [(8, (2, 2, 2, 2)), (6, (2, 2, 2, 0)), (5, (2, 2, 1, 0)), (1, (1, 0, 0, 0))]
+    ("n", "counts"),
+    [(8, (2, 2, 2, 2)), (5, (2, 2, 1, 0)), long(6, (2, 2, 2, 0)), long(1, (1, 0, 0, 0))],
 )
 def test_padding_is_excluded_everywhere(s4: dj.MirroredStrategy, n: int, counts: tuple[int, ...]):
     rows = np.arange(2 * n, dtype=np.float32).reshape(n, 2) + 1

@@ -66,12 +66,13 @@ def test_training_equals_mirrored(name: str, devices: int, shard_over: int, each
     dj.check_in_sync((model, optimizer))
 
 
-def test_a_step_sees_all_replicas_and_exact_sums_are_bitwise_equal() -> None:
+@pytest.mark.parametrize("shard_over", [4, long(2)])
+def test_a_step_sees_all_replicas_and_exact_sums_are_bitwise_equal(shard_over: int) -> None:
     rng = np.random.default_rng(0)
     start = rng.integers(-2, 3, (64, 32)).astype(np.float32)
     rows = rng.integers(-1, 2, (16, 64)).astype(np.float32)
     runs = []
-    for strategy in (dj.MirroredStrategy(list(range(8))), grouped(8, 4), grouped(8, 2)):
+    for strategy in (dj.MirroredStrategy(list(range(8))), grouped(8, shard_over)):
         with strategy.scope():
             weights, speed = nnx.Param(jnp.asarray(start)), nnx.Variable(jnp.zeros((64, 32)))
 
@@ -90,8 +91,7 @@ def test_a_step_sees_all_replicas_and_exact_sums_are_bitwise_equal() -> None:
                 values((weights, speed)),
             )
         )
-    for run in runs[1:]:
-        assert_same_bits(run, runs[0])
+    assert_same_bits(*runs)
 
 
 @pytest.mark.exhaustive
