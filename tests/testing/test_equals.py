@@ -98,11 +98,6 @@ def test_verify_first_checks_once_and_always_each_time(s4: dj.MirroredStrategy):
     assert s4._runner.programs() == 1
 
 
-def test_a_partial_batch_is_checked_too(s4: dj.MirroredStrategy):
-    short = tuple(leaf[:5] for leaf in BATCH)
-    dj.testing.check_equals_one_device(s4, step_with(s4, optax.sgd(0.1), "exact", "sum"), short)
-
-
 @pytest.mark.exhaustive
 def test_a_step_that_draws_random_numbers_is_refused(s4: dj.MirroredStrategy):
     """Masks of dropout are made equal for the comparison; other numbers cannot be."""
