@@ -22,7 +22,7 @@ def trained(strategy: dj.Strategy, sizes: list[int], steps: int | None) -> dict[
     batches = [(rng.normal(size=(n, 3)), rng.normal(size=(n, 1))) for n in sizes]
     with strategy.scope():
         model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
 
     def step(x: jax.Array, y: jax.Array):
         loss, grads = nnx.value_and_grad(
