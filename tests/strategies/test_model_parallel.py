@@ -87,22 +87,25 @@ def specs(module: Any) -> dict[str, PartitionSpec]:
 
 
 @pytest.mark.parametrize(
-    ("data", "model", "fully_sharded"),
+    ("data", "model", "fully_sharded", "sizes"),
     [
-        (4, 2, True),
-        long(2, 2, False),
-        long(1, 4, True),
-        long(2, 4, True),
+        (4, 2, True, (13, 13)),  # one program on each side
+        long(4, 2, True, (16, 13)),
+        long(2, 2, False, (16, 13)),
+        long(1, 4, True, (16, 13)),
+        long(2, 4, True, (16, 13)),
     ],
 )
-def test_numbers_of_one_device(data: int, model: int, fully_sharded: bool) -> None:
+def test_numbers_of_one_device(
+    data: int, model: int, fully_sharded: bool, sizes: tuple[int, int]
+) -> None:
     """Losses, parameters and momentum are those of one device, and are divided as the rules say."""
     devices = list(range(data * model))
     strategy = dj.ModelParallelStrategy(
         devices, model=model, rules=RULES, fully_sharded=fully_sharded
     )
     assert strategy.num_replicas_in_sync == data
-    runs = [trained(strategy), trained(dj.OneDeviceStrategy(0))]
+    runs = [trained(each, sizes) for each in (strategy, dj.OneDeviceStrategy(0))]
     states = [nnx.to_pure_dict(nnx.state(run[:2])) for run in runs]
     np.testing.assert_allclose(runs[0][2], runs[1][2], rtol=1e-6)
     for a, b in zip(*map(jax.tree.leaves, states), strict=True):
