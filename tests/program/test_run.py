@@ -254,15 +254,17 @@ WAYS = (  # noqa: SIM905
 ).split(", ")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("strategy", "way"),
+    [*((4, way) for way in WAYS), *((replicas, "args") for replicas in (1, 2, 8))],
+    indirect=["strategy"],
+)
 def test_state_is_updated_however_the_step_reaches_it(strategy: dj.Strategy, way: str):
     model, ways = binders(strategy)
-    reference, _ = binders(dj.OneDeviceStrategy(0))
-    expected = np.asarray(reference.w[...])
+    fn, args = ways[way]
+    expected, x = np.asarray(model.w[...]), np.ones((4, 2))
     for _ in range(3):
-        x = np.ones((4, 2))
         expected = expected - 0.1 * 2 * x.T @ (x @ expected)
-        fn, args = ways[way]
         assert strategy.run(fn, args=args) is None
     np.testing.assert_allclose(model.w[...], expected, rtol=1e-4)
     assert isinstance(model.w[...], jax.Array)
