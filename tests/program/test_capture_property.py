@@ -18,8 +18,8 @@ def _judge(first: int, number: int, calls: int = CALLS) -> Counter[str]:
     return Counter(outcome.kind for outcome in outcomes.values())
 
 
-@pytest.mark.parametrize("part", range(10))
-def test_one_hundred_random_programs_are_right_or_refused(part: int) -> None:
+@pytest.mark.parametrize("part", range(4))
+def test_forty_random_programs_are_right_or_refused(part: int) -> None:
     """After each call the result and all variables are those of plain Python on one device."""
     assert _judge(part * FEW, FEW, calls=2)["right"] > 0.7 * FEW
 
