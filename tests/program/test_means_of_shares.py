@@ -178,18 +178,20 @@ def test_a_sum_of_means_is_logged_with_its_line(
 
 
 def test_a_sum_of_rows_and_features_by_the_rows_is_a_mean(
-    s2: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
+    s2: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, trace_only: Any
 ):
     """As losses that are summed over features are written."""
 
     def step(x: jax.Array) -> Any:
         return all_reduce("sum", x.sum() / len(x))
 
-    [text] = logged(caplog, lambda: s2.run(step, args=(batch(s2),)))
+    [text] = logged(caplog, lambda: trace_only(lambda: s2.run(step, (batch(s2),))))
     assert "2 times the mean over the batch" in text
 
 
-def test_the_mean_of_parts_is_logged(s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture):
+def test_the_mean_of_parts_is_logged(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, trace_only: Any
+):
     """It is the mean over the batch by the replicas once more; a sum by as many tasks is not."""
 
     def step(x: jax.Array) -> Any:
@@ -197,7 +199,7 @@ def test_the_mean_of_parts_is_logged(s4: dj.MirroredStrategy, caplog: pytest.Log
         mean = all_reduce("mean", (part, REPLICAS * part))
         return {"loss": mean[0] + 1.0, "sum": all_reduce("sum", part) / 4, "times": mean[1]}
 
-    [text] = logged(caplog, lambda: s4.run(step, args=(batch(s4),)))
+    [text] = logged(caplog, lambda: trace_only(lambda: s4.run(step, (batch(s4),))))
     assert (
         "returned result['loss'], the mean over the replicas of what compute_average_loss" in text
     )
@@ -241,12 +243,13 @@ def test_rows_that_depend_on_their_example_are_not_logged(
 
 
 def test_batch_norm_while_training_is_not_taken_for_mixed_rows(
-    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, trace_only: Any
 ):
     """It normalizes by the statistics of a share by design, which its warning says."""
     with s4.scope():
         norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
-    texts = logged(caplog, lambda: s4.run(lambda x: norm(x), args=(batch(s4),)))
+    texts = logged(caplog, lambda: trace_only(lambda: s4.run(lambda x: norm(x), (batch(s4),))))
+    assert texts
     assert not [text for text in texts if "rows depend" in text]
 
 
