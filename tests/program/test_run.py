@@ -396,23 +396,6 @@ def test_state_made_outside_the_scope_is_mirrored_with_one_warning(s2: dj.Mirror
     assert len(model.w[...].sharding.device_set) == 2
 
 
-def test_a_plain_function_of_params_works_as_arguments_and_results(strategy: dj.Strategy):
-    params = {"w": jnp.ones((2, 3)), "b": jnp.zeros(3)}
-    tx = optax.adam(0.1)
-    opt_state = tx.init(params)
-
-    def step(params, opt_state):
-        grads = jax.grad(lambda p: jnp.sum((jnp.ones((4, 2)) @ p["w"] + p["b"]) ** 2))(params)
-        grads = dj.get_replica_context().all_reduce("mean", grads)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    for _ in range(2):
-        params, opt_state = strategy.run(step, args=(params, opt_state))
-    assert isinstance(params["w"], jax.Array)
-    assert int(opt_state[0].count) == 2
-
-
 def test_a_new_lambda_of_the_same_code_hits_the_cache(s2: dj.MirroredStrategy):
     model = built(s2)
     for _ in range(5):
