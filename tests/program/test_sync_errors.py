@@ -275,31 +275,6 @@ def test_what_jax_cannot_run_on_one_replica_is_explained(
         s4.run(step, args=(x,))
 
 
-@pytest.mark.exhaustive
-def test_dropout_differs_between_replicas_and_its_state_does_not(s4: dj.MirroredStrategy):
-    with s4.scope():
-        dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-    masks = s4.experimental_local_results(s4.run(lambda: dropout(jnp.ones(64))))
-    assert len({np.asarray(m).tobytes() for m in masks}) == 4
-    assert isinstance(dropout.rngs.count[...], jax.Array)
-    assert int(dropout.rngs.count[...]) == 1
-    one = dj.OneDeviceStrategy(0)
-    with one.scope():
-        alone = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-    np.testing.assert_array_equal(one.run(lambda: alone(jnp.ones(64))), masks[0])
-    plain = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-    np.testing.assert_array_equal(plain(jnp.ones(64)), masks[0])
-
-
-@pytest.mark.exhaustive
-def test_the_params_stream_draws_the_same_on_every_replica(s4: dj.MirroredStrategy):
-    with s4.scope():
-        rngs = nnx.Rngs(params=0, noise=1)
-    weights, noise = s4.run(lambda: (rngs.params.normal((3,)), rngs.noise.normal((3,))))
-    assert isinstance(weights, jax.Array)
-    assert isinstance(noise, dj.PerReplica)
-
-
 def test_an_array_left_on_a_module_is_refused(s4: dj.MirroredStrategy):
     model, _ = model_and_optimizer(s4)
 
