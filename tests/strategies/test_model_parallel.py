@@ -384,7 +384,7 @@ def test_create_refuses_what_cannot_be_traced() -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("module", r"make must be a function .*; got Language"),
+        ("module", r"make must be a function .*; got Linear"),
         ("number", r"make must be a function .*; got one that returns 3"),
         ("model", r"cannot be made inside strategy.create"),
         ("model of shapes", r"^dj.Model got a module of shapes"),
@@ -401,9 +401,10 @@ def test_create_refuses_what_is_not_a_function_that_makes_the_model(
         "model": lambda: dj.Model(Block(nnx.Rngs(0))),
         "model of shapes": lambda: dj.Model(nnx.eval_shape(Language)),
         "rngs": lambda: Block(rngs),
+        "module": nnx.Linear(4, 4, rngs=nnx.Rngs(0)),
     }
     with pytest.raises(ValueError, match=message):
-        dj.MirroredStrategy([0, 1]).create(make[kind] if kind in make else Language())
+        dj.MirroredStrategy([0, 1]).create(make[kind])
 
 
 def test_create_makes_arrays_that_are_not_variables() -> None:
