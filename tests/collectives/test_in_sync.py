@@ -47,7 +47,8 @@ def corrupt(strategy: dj.Strategy, variable: nnx.Variable[Any], at: int) -> None
 class Net(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0)
-        self.layers = nnx.List([nnx.Linear(3, 4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)])
+        linear = nnx.Linear(3, 4, kernel_init=nnx.initializers.zeros, rngs=rngs)
+        self.layers = nnx.List([linear, nnx.Dropout(0.5, rngs=rngs)])
         self.norm = nnx.BatchNorm(4, rngs=rngs)
 
 

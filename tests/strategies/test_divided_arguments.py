@@ -146,5 +146,7 @@ def test_a_returned_nnx_state_stays_sharded(state_last: bool) -> None:
 def test_pmap_refuses_sharded_arguments() -> None:
     strategy = dj.FullyShardedStrategy([0, 1])
     options = dj.RunOptions(lowering="pmap")
+    weights = strategy.create(lambda: jnp.ones((64, 64)))
+    assert not weights.is_fully_replicated
     with pytest.raises(dj.LoweringError, match="replicates all state"):
-        strategy.run(update, args=(strategy.create(state), jnp.asarray(ROWS)), options=options)
+        strategy.run(lambda weights: weights * 2, args=(weights,), options=options)

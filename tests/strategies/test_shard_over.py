@@ -185,7 +185,7 @@ def test_callbacks_that_return_arrays_are_refused(call: Any, strategy: Any, wher
     """JAX cannot compile them with automatic axes, or over two meshes."""
     strategy = strategy()
     with strategy.scope():
-        layer = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+        layer = nnx.Linear(64, 32, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0))
 
     def step(x: jax.Array) -> jax.Array:
         return call(lambda y: y, jax.ShapeDtypeStruct((), x.dtype), layer(x).sum())
