@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 
 import distribute_jax as dj
@@ -142,54 +143,15 @@ def multi_steps_ported(make: Callable[..., dj.Strategy]) -> list[float]:
     return losses
 
 
-# 3. Batches that are dicts, as those of Hugging Face: one epoch of an NNX loop, and ``fit``.
-
-
-def dicts() -> list[float]:
-    model = Classifier()
-    optimizer = nnx.Optimizer(model, optax.adam(0.01), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model: Any, optimizer: Any, batch: dict[str, Any]) -> Any:
-        loss, grads = nnx.value_and_grad(
-            lambda model: cross_entropy(model(batch["image"]), batch["label"]).mean()
-        )(model)
-        optimizer.update(model, grads)
-        return loss
-
-    losses = [
-        float(step(model, optimizer, {"image": image, "label": label}))
-        for image, label in batches(IMAGES, LABELS)
-    ]
-    return [float(np.average(losses, weights=[8, 8, 6]))]
-
-
-def dicts_ported(make: Callable[..., dj.Strategy]) -> list[float]:
-    strategy = make()
-    with strategy.scope():
-        model = dj.Model(Classifier())
-    model.compile(optax.adam(0.01), dj.losses.SparseCategoricalCrossentropy(from_logits=True))
-    data = [{"image": image, "label": label} for image, label in batches(IMAGES, LABELS)]
-    rate = dj.callbacks.LearningRateScheduler(lambda epoch: 0.01)
-    history = model.fit(data, x_key="image", y_key="label", verbose=0, callbacks=[rate])
-    return list(history.history["loss"])
-
-
 PROGRAMS = {
     "tutorial": (tutorial, tutorial_ported),
     "MultiSteps": (multi_steps, multi_steps_ported),
-    "dicts": (dicts, dicts_ported),
 }
-QUICK = {("MultiSteps", 4)}
 
 
 @pytest.mark.parametrize(
     ("name", "replicas"),
-    [
-        pytest.param(name, n, marks=() if (name, n) in QUICK else pytest.mark.exhaustive)
-        for name in PROGRAMS
-        for n in (1, 4)
-    ],
+    [("MultiSteps", 4), long("MultiSteps", 1), long("tutorial", 1), long("tutorial", 4)],
 )
 def test_a_ported_program_has_the_losses_of_the_original(name: str, replicas: int):
     """To 1e-5, on whole and partial batches."""
