@@ -80,26 +80,6 @@ def test_a_mean_with_an_optimizer_that_sums_is_found_at_the_first_call(s4: dj.Mi
     assert all(map(np.array_equal, before, after))
 
 
-@pytest.mark.exhaustive
-def test_a_wrong_pair_of_loss_and_reduction_is_found(s4: dj.MirroredStrategy):
-    """A sum of gradients of a mean, and a mean of gradients of parts of a mean."""
-    model, optimizer = classifier(
-        s4, optax.sgd(0.1), lambda m, tx: nnx.Optimizer(m, tx, wrt=nnx.Param)
-    )
-    (batch,) = s4.distribute_dataset([(X, Y)])
-
-    def step(op: str, x: jax.Array, y: jax.Array) -> None:
-        def loss(m: nnx.Linear) -> jax.Array:
-            each = losses(m, x, y)
-            return each.mean() if op == "sum" else dj.compute_average_loss(each)
-
-        optimizer.update(model, context().all_reduce(op, nnx.grad(loss)(model)))
-
-    for op, ratio in (("sum", r"4\.000"), ("mean", r"0\.250")):
-        with pytest.raises(dj.NotEqualError, match=ratio):
-            s4.run(step, args=(op, *batch))
-
-
 @pytest.mark.parametrize("steps", [3, long(1)])
 def test_a_correct_step_is_compared_once_and_logs_nothing(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, steps: int
