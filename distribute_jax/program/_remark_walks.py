@@ -32,6 +32,7 @@ from distribute_jax.program._walk import Marks
 
 _CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 SHAPES = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
+_OF_NUMBERS = SHAPES | {"div", "mul"}
 KEEPS = SHAPES | {
     "add", "add_any", "concatenate", "copy", "neg", "optimization_barrier",
     "reduce_sum", "select_n", "stop_gradient", "sub", "transpose",
@@ -168,15 +169,14 @@ class _PartWalk(RemarkWalk):
         if any(isinstance(word, (_SummedPart, MeanOfParts)) for word in union(marks)):
             if name not in RULES:
                 return [self._after_sum(name, eqn, marks)] * len(eqn.outvars)
-        elif not any(marks) and name not in RULES and name not in SHAPES:
+        elif not any(marks) and name not in RULES and name not in _OF_NUMBERS:
             return [MIRRORED] * len(eqn.outvars)
         if name in _CALLBACKS:
             parts = _parts(union(marks))
             self.callbacks |= {(self.at(), str(p)) for p in parts if not isinstance(p, ScaledPart)}
-        if name in SHAPES and len(eqn.invars) == 1:
-            number = number_of(eqn.invars[0], marks[0])
-            if number is not None:
-                return [frozenset({Constant(number)})]
+        numbers = list(map(number_of, eqn.invars, marks)) if name in _OF_NUMBERS else [None]
+        if (number := numbers[0]) is not None and None not in numbers:
+            return [frozenset({Constant(number * (_factor(name, eqn, marks) or 1))})]
         outs = super().after(eqn, marks)
         if name in RULES:
             return outs
@@ -185,11 +185,11 @@ class _PartWalk(RemarkWalk):
         return [mark if is_float else MIRRORED for is_float in floating]
 
     def _made(self, eqn: Any, marks: Marks) -> Mark:
-        """Returns the mark of a part, or of its cotangent; that of a loss that was scaled is not 1."""
+        """Returns the mark of a part, or of its cotangent, which a scaled loss multiplies."""
         if eqn.primitive is part_of_mean_p:
             return frozenset({Part(self.at())})
         number = number_of(eqn.invars[0], marks[0])
-        return frozenset({_Gradient(self.at())}) if number == 1 else MIRRORED
+        return frozenset({_Gradient(self.at())}) if number and abs(number) < 2 else MIRRORED
 
     def _after_sum(self, name: str, eqn: Any, marks: Marks) -> Mark:
         """Returns the mark of what is computed from a sum of parts; ``all_reduce("mean")`` divides it."""

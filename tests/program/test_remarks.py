@@ -126,6 +126,46 @@ def test_losses_of_the_library_are_parts(s4: dj.MirroredStrategy):
         s4.run(step, args=(batch,))
 
 
+@pytest.mark.parametrize(
+    ("op", "of_loss", "after", "is_wrong"),
+    [
+        ("mean", 1, 1, True),
+        ("mean", 1, 0.5, True),  # as by a clipped norm
+        ("mean", 4, 1, False),
+        ("mean", 1, 4, False),
+        ("sum", 1, 1, False),
+    ],
+)
+def test_a_mean_of_gradients_of_parts_is_logged_where_the_step_is_not_compared(
+    s4: dj.MirroredStrategy,
+    logged: Callable[[], list[str]],
+    trace_only: Any,
+    op: str,
+    of_loss: float,
+    after: float,
+    is_wrong: bool,
+):
+    """The step shuffles the rows of a share; the moments of Adam show the scale, its weights do not."""
+    with s4.scope():
+        model, rngs = nnx.Linear(8, 1, rngs=nnx.Rngs(0)), nnx.Rngs(0)
+        optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+    def step(x: jax.Array) -> None:
+        x = x[jax.random.permutation(rngs(), len(x))]
+
+        def loss(model: nnx.Linear) -> jax.Array:
+            return of_loss * dj.compute_average_loss(model(x)[:, 0] ** 2)
+
+        gradients = replica().all_reduce(op, nnx.grad(loss)(model))
+        optimizer.update(model, jax.tree.map(lambda g: after * g, gradients))
+
+    (batch,) = s4.distribute_dataset([X])
+    trace_only(lambda: s4.run(step, args=(batch,)))
+    texts = [text for text in logged() if "4 times smaller than those of one device" in text]
+    assert len(texts) == is_wrong
+    assert all("optimizer.opt_state" in text and "test_remarks.py:" in text for text in texts)
+
+
 def test_a_part_in_a_callback_or_in_other_state_is_logged_once(
     s4: dj.MirroredStrategy, logged: Callable[[], list[str]], trace_only: Any
 ):
