@@ -132,18 +132,20 @@ def with_equal_draws(call: Call, traced: Traced, like: tuple[Any, ...] | None = 
     ``like`` are the shapes of the draws on a replica, for the step on one device with all rows.
 
     Raises:
-        ValueError: a draw on one device is neither that of a replica, nor has the rows of all of them.
+        ValueError: the draws cannot be paired, or one has as many rows on one device as on a replica.
     """
     closed, walk = traced.jaxpr, _DrawWalk()
     data = sum(traced.sizes[:2])
     batch = {data + k for k, v in enumerate(call.arguments.data) if isinstance(v, PerReplica)}
     walk.run(closed, [_DATA | _BATCH * (k in batch) for k in range(len(closed.jaxpr.invars))])
-    if not walk.only_bits and like is None:
-        return traced
-    if not walk.only_bits:
-        raise ValueError("only on one device a draw orders or selects rows")
     drawn = [eqn for eqn in equations(closed.jaxpr) if eqn.primitive.name == "random_bits"]
     shapes = tuple(eqn.outvars[0].aval.shape for eqn in drawn)
+    # Latents of a number that the step has for each replica are not those of N times as many rows.
+    has_others = any(a == b and a[:1] > (1,) for a, b in zip(shapes, like or (), strict=False))
+    if like and (has_others or not walk.only_bits):
+        raise ValueError(f"the draws of shapes {shapes} are not those of the rows of all replicas")
+    if not walk.only_bits:
+        return traced
     pairs = zip(drawn, like or shapes, strict=True)
     known = {id(eqn): (number, shape) for number, (eqn, shape) in enumerate(pairs)}
     jaxpr = _FixedDraws(lambda eqn: _of_rows(*known[id(eqn)], eqn.outvars[0].aval)).closed(closed)
@@ -244,7 +246,4 @@ def _of_rows(number: int, shape: tuple[int, ...], aval: Any) -> jax.Array:
     if aval.dtype.itemsize == 8:
         bits = bits.astype(aval.dtype) * aval.dtype.type(2**32 + 1)
     times = [size // part for size, part in zip(aval.shape, shape, strict=True)]
-    bits = jnp.tile(bits.reshape(shape), times)
-    if bits.shape != aval.shape or sum(time > 1 for time in times) > 1:
-        raise ValueError(f"a draw of shape {aval.shape} has not the rows of one of {shape}")
-    return bits
+    return jnp.tile(bits.reshape(shape), times)

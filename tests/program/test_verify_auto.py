@@ -263,6 +263,7 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
     steps = {
         "draws a gamma": lambda x, y: train(x * jax.random.gamma(rngs(), 2.0, x.shape), y),
         "draws rows": lambda x, y: train(x[jax.random.permutation(rngs(), 4)], y),
+        "draws latents": lambda x, y: train(x + rngs.normal((4, 8)).mean(0), y),
         "draws until a number is large": until_large,
         "has a value of each replica": lambda x, y, ids: train(x + ids, y),
         "prints": prints,
@@ -278,6 +279,7 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
     [
         "draws a gamma",
         pytest.param("draws rows", marks=pytest.mark.exhaustive),
+        pytest.param("draws latents", marks=pytest.mark.exhaustive),
         "draws until a number is large",
         "has a value of each replica",
         "prints",
@@ -364,7 +366,7 @@ def test_a_wrong_loss_of_a_model_with_dropout_is_found(
 def local_step(
     strategy: dj.Strategy, kind: str, loss: Callable[..., jax.Array], op: str = "sum"
 ) -> tuple[Any, Callable[..., None]]:
-    """A model and its step, with noise for each row, statistics of each share, or numbers for all rows."""
+    """A model and its step, with noise for each row, or statistics of each share."""
     with strategy.scope():
         rngs = nnx.Rngs(0)
         layers = [nnx.Linear(8, 3, rngs=rngs)]
@@ -375,15 +377,13 @@ def local_step(
         if "noise" in kind:
             time = rngs.randint((len(x),), 0, 5)
             x += jnp.linspace(0, 1, 5)[time][:, None] * rngs.normal(x.shape)
-        if "latents" in kind:  # as many on one device as on a replica
-            x += rngs.uniform((4, 8)).mean(0)
         gradients = nnx.grad(lambda m: loss(losses(m, x, y), m.layers[-1].kernel))(model)
         optimizer.update(model, context().all_reduce(op, gradients))
 
     return model, step
 
 
-LOCAL = ["noise", "norm", long("latents"), long("noise and norm")]
+LOCAL = ["noise", "norm", long("noise and norm")]
 
 
 @pytest.mark.parametrize("kind", LOCAL)
@@ -427,7 +427,6 @@ PENALTY = (
                 ("noise", "penalty", PENALTY),
                 ("norm", "mean", MEAN),
                 ("norm", "mean of parts", PARTS),
-                ("latents", "mean of parts", PARTS),
                 ("noise and norm", "penalty", PENALTY),
             ]
         ),
