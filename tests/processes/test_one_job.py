@@ -94,10 +94,10 @@ def seed_differently():
         warnings.simplefilter("always")
         with s.scope():
             late = dj.Variable(5.0 + me, name="late")
-            model = nnx.Linear(3, 2, rngs=nnx.Rngs(me))
-        x = np.ones((1, 3), np.float32)
-        outcome["late"] = float(np.asarray(s.run(lambda: late + 0.0)))
-        outcome["seeded"] = np.asarray(s.run(lambda: model(x))).tolist()
+            model = nnx.Dict(kernel=nnx.Param(np.full(2, 7.0 + me, np.float32)))
+        outcome["late"], outcome["seeded"] = (
+            np.asarray(x).tolist() for x in s.run(lambda: (late + 0.0, model.kernel + 0.0))
+        )
     outcome["warnings"] = [str(one.message) for one in caught if "same values" in str(one.message)]
     return outcome
 
@@ -216,11 +216,11 @@ def test_values_reductions_and_gathers_are_those_of_all_processes(two_by_two):
 
 
 def test_first_values_that_differ_become_those_of_process_0():
-    """5 and 6 become 5 on both, and so do weights of other seeds; one warning for each, on one
+    """5 and 6 become 5 on both, and so do the weights of a module; one warning for each, on one
     process, names the first leaf."""
     first, second = (result.value for result in LocalCluster(2, 1).run(seed_differently))
     assert first["late"] == second["late"] == 5.0
-    assert first["seeded"] == second["seeded"]
+    assert first["seeded"] == second["seeded"] == [7.0, 7.0]
     assert second["warnings"] == []
     assert ["late" in first["warnings"][0], "kernel" in first["warnings"][1]] == [True, True]
 
