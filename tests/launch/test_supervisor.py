@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import distribute_jax as dj
+from distribute_jax.launch import _supervisor
 from distribute_jax.launch._process import ProcessGroup, ProcessSpec
 from distribute_jax.launch._supervisor import Inbox, signals_into
 
@@ -45,8 +46,9 @@ def test_every_process_gets_its_variables_and_an_output_prefix(launch, tmp_path,
 
 
 @pytest.mark.parametrize("other", ["ignores SIGTERM", "is stopped"])
-def test_an_exception_of_one_process_ends_all_and_is_the_last_line(launch, other):
+def test_an_exception_of_one_process_ends_all_and_is_the_last_line(launch, other, monkeypatch):
     """The supervisor does not wait for another one that cannot be asked to end."""
+    monkeypatch.setattr(_supervisor, "_FAILURE_GRACE_SECONDS", 0.1)
     launched = launch(
         "if process == 0:\n"
         "    print(os.getpid(), flush=True)\n"
@@ -175,8 +177,9 @@ def test_a_job_is_restarted_as_long_as_there_is_progress(launch):
     assert all("0 of 1 allowed without progress" in line for line in launched.said)
 
 
-def test_a_signal_to_the_supervisor_ends_processes_that_ignore_it(launch):
+def test_a_signal_to_the_supervisor_ends_processes_that_ignore_it(launch, monkeypatch):
     """After the grace period, long before they would end by themselves; nothing is restarted."""
+    monkeypatch.setattr(_supervisor, "_REPORT_SECONDS", 0.1)
     launched = launch(
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "all_of(2)\n"

@@ -95,9 +95,8 @@ def seed_differently():
         with s.scope():
             late = dj.Variable(5.0 + me, name="late")
             model = nnx.Dict(kernel=nnx.Param(np.full(2, 7.0 + me, np.float32)))
-        outcome["late"], outcome["seeded"] = (
-            np.asarray(x).tolist() for x in s.run(lambda: (late + 0.0, model.kernel + 0.0))
-        )
+        outcome["late"] = float(np.asarray(s.run(lambda: late + 0.0)))
+        outcome["seeded"] = np.asarray(s.run(lambda: model.kernel + 0.0)).tolist()
     outcome["warnings"] = [str(one.message) for one in caught if "same values" in str(one.message)]
     return outcome
 

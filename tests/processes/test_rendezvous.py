@@ -15,6 +15,7 @@ import pytest
 
 import distribute_jax as dj
 from distribute_jax import _supervision
+from distribute_jax.processes import _rendezvous
 from distribute_jax.processes._rendezvous import (
     Handshake,
     join_rendezvous,
@@ -90,8 +91,9 @@ def test_all_continue_together_and_know_each_other():
     assert len(members[0]) == 3
 
 
-def test_missing_processes_are_named_on_all_that_connected():
+def test_missing_processes_are_named_on_all_that_connected(monkeypatch: pytest.MonkeyPatch):
     """A Python exception within the timeout, not an abort from C++."""
+    monkeypatch.setattr(_rendezvous, "_LINGER_SECONDS", 0.0)
     address = f"127.0.0.1:{free_port()}"
     start = time.monotonic()
     errors = together(chief(address, 4, 0.6), other(address, 2, 4, 0.6))
@@ -105,6 +107,8 @@ def test_missing_processes_are_named_on_all_that_connected():
 
 def test_a_process_that_has_ended_is_not_awaited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Nor are processes of the launch awaited that are not of this job."""
+    monkeypatch.setattr(_rendezvous, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(_rendezvous, "_LINGER_SECONDS", 0.5)
     monkeypatch.setenv(_supervision.STATUS, str(tmp_path / "status-1-0"))
     (tmp_path / "status-1-2.ended").touch()
     for own, limit, how in (("0", 60.0, "and process 2 has ended"), ("1", 1.0, "within 1 s")):
@@ -123,28 +127,16 @@ def test_nobody_at_the_address_of_process_0_is_reported_with_host_and_port():
     assert "Connection refused" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("facts", "text"),
-    [
-        (
-            {**SAME, "number of processes": "2"},
-            "number of processes: 3 on process 0, 2 on process 1",
-        ),
-        (
-            {**SAME, "version of jax": "0.12.0"},
-            "version of jax: 0.10.2 on process 0, 0.12.0 on process 1",
-        ),
-    ],
-)
-def test_processes_that_disagree_get_an_error_with_key_and_both_values(facts: Any, text: str):
+def test_processes_that_disagree_get_an_error_with_key_and_both_values():
     """On every process, including late ones."""
     address = f"127.0.0.1:{free_port()}"
+    facts = {**SAME, "version of jax": "0.12.0"}
     start = time.monotonic()
     errors = together(chief(address), other(address, 1, facts=facts), late(address, 2))
     assert time.monotonic() - start < 10
     for error in errors:
         assert isinstance(error, dj.ProcessesDifferError)
-        assert text in str(error)
+        assert "version of jax: 0.10.2 on process 0, 0.12.0 on process 1" in str(error)
 
 
 def test_other_jobs_and_duplicates_are_refused_and_the_job_continues():
@@ -175,8 +167,9 @@ def test_a_process_that_died_while_waiting_can_be_restarted():
     assert results[0] == results[1] == results[2]
 
 
-def test_a_port_in_use_is_named_at_once_on_all():
+def test_a_port_in_use_is_named_at_once_on_all(monkeypatch: pytest.MonkeyPatch):
     """A silent listener, also one that would share its port as gRPC does."""
+    monkeypatch.setattr(_rendezvous, "_GREETING_SECONDS", 0.3)
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(("127.0.0.1", 0))
@@ -184,7 +177,7 @@ def test_a_port_in_use_is_named_at_once_on_all():
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         start = time.monotonic()
         taken, silent = together(chief(address), other(address, 1))
-    assert time.monotonic() - start < 10, "it listens for 2 s"
+    assert time.monotonic() - start < 10
     assert isinstance(taken, dj.ClusterError)
     assert "or a second process 0" in str(taken).partition("already in use")[2]
     assert isinstance(silent, dj.ClusterError)
