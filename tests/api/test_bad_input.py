@@ -28,8 +28,8 @@ def faults(world: World, count: int) -> list[str]:
 
 
 def test_wrong_arguments_are_refused_by_name(world: World) -> None:
-    """200 cases, each of another parameter."""
-    found = faults(world, 200)
+    """100 cases, each of another parameter."""
+    found = faults(world, 100)
     assert not found, "\n".join(found)
 
 

@@ -348,7 +348,7 @@ def test_a_process_that_divides_its_batches_alone_has_no_state():
         feed.state(0, next(feed.open(0)).progress)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     n=st.integers(1, 40),
     size=st.integers(1, 9),

@@ -17,7 +17,7 @@ SIZES = st.integers(0, 9)
 REPLICAS = st.sampled_from([1, 2, 3, 4, 8])
 POLICIES = st.sampled_from(["auto", "data", "off", "file"])
 PARTIAL = st.sampled_from(["mask", "shrink"])
-fast = settings(max_examples=60, deadline=None)
+fast = settings(max_examples=30, deadline=None)
 
 
 def examples(sizes: list[int]) -> list[dict[str, np.ndarray]]:

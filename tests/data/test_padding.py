@@ -106,9 +106,9 @@ def padded_batch(rows: Any, counts: tuple[int, ...]) -> PerReplica:
 
 ROWS = {
     "floats": np.array([[1.5, 0.0], [2.5, 1.0], [0.0, 0.0]], np.float32),
-    "equal floats": np.array([[3.0], [3.0], [3.0]], np.float32),
+    "equal floats": np.full((3, 2), 3, np.float32),
     "zeros": np.zeros((3, 2), np.float32),
-    "infinities": np.full(3, np.inf, np.float32),
+    "infinities": np.full((3, 2), np.inf, np.float32),
     "bfloat16": np.array([1, 1, 2], jnp.bfloat16),
     "complex": np.array([1j, 0, 2], np.complex64),
     "large integers": np.array([2**31 - 1] * 3, np.int32),

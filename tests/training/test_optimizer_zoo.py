@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import long
 from flax import nnx
 from model_factory import compile_model, linear
 
@@ -125,7 +126,9 @@ def test_multi_steps_equal_accumulated_gradients(strategy: dj.Strategy):
         np.testing.assert_allclose(weights, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("option", [{"gradient_accumulation_steps": 2}, {"skip_nonfinite": True}])
+@pytest.mark.parametrize(
+    "option", [{"gradient_accumulation_steps": 2}, long({"skip_nonfinite": True})]
+)
 def test_a_mask_leaves_weights_out_of_an_update_that_may_be_skipped(
     strategy: dj.Strategy, option: dict[str, Any]
 ):
@@ -142,7 +145,9 @@ def test_a_mask_leaves_weights_out_of_an_update_that_may_be_skipped(
     np.testing.assert_allclose(*histories, rtol=1e-6)
 
 
-@pytest.mark.parametrize("option", [{"skip_nonfinite": True}, {"dtype_policy": "mixed_float16"}])
+@pytest.mark.parametrize(
+    "option", [{"skip_nonfinite": True}, long({"dtype_policy": "mixed_float16"})]
+)
 def test_a_list_of_accumulators_for_a_weight_stays_one_in_an_update_that_may_be_skipped(
     s2: dj.Strategy, option: dict[str, Any]
 ):

@@ -65,7 +65,7 @@ def test_another_thread_is_refused_while_a_model_runs(model: dj.Model):
             errors.append(error)
 
     def elsewhere(*_: Any) -> None:
-        for method, args in ((model.fit, (X, X)), (model.predict, (X,))):
+        for method, args in ((model.fit, (X, X, 2)), (model.predict, (X, 2))):
             thread = threading.Thread(target=call, args=(method, *args))
             thread.start()
             thread.join()
