@@ -137,17 +137,16 @@ def test_rows_of_a_partial_batch_are_cut_or_refused(monkeypatch: pytest.MonkeyPa
 
 
 class Network(nnx.Module):
-    """Two layers with batch norm and dropout."""
+    """A layer with batch norm and dropout."""
 
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)
-        self.first = nnx.Linear(8, 16, rngs=rngs)
-        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
-        self.last = nnx.Linear(16, 1, rngs=rngs)
+        self.last = nnx.Linear(8, 1, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))
+        return self.last(self.dropout(nnx.relu(self.norm(x))))
 
 
 ROWS = np.random.default_rng(0).normal(size=(12, 16, 8)).astype(np.float32)

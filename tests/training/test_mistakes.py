@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,12 @@ def classifier(strategy: dj.Strategy, width: int = 3, **compiled: Any) -> dj.Mod
         return nnx.Sequential(*layers)
 
     return compile_model(strategy, make_module, **{"loss": SPARSE} | compiled)
+
+
+@functools.cache
+def shared() -> dj.Model:
+    """A classifier whose step is compiled once."""
+    return classifier(dj.MirroredStrategy([0, 1]))
 
 
 def linen_model(strategy: dj.Strategy) -> dj.Model:
@@ -74,10 +81,10 @@ WRONG: dict[str, tuple[Mistake, str]] = {
         lambda s, _: classifier(s, loss=OPTAX).fit(X, Y + 1, verbose=0), "from 1 to 2"
     ),
     "labels to validate on": (
-        lambda s, _: classifier(s).fit(X, Y, validation_data=(X, Y + 1), verbose=0), "from 1 to 2"
+        lambda s, _: shared().fit(X, Y, 8, validation_data=(X, Y + 1), verbose=0), "from 1 to 2"
     ),
     "a label of a later batch": (
-        lambda s, _: classifier(s).fit(X, LATE, 8, shuffle=False, verbose=0),
+        lambda s, _: shared().fit(X, LATE, 8, shuffle=False, verbose=0),
         "got labels from 0 to 2 in batch 1 of the dataset, and the model has 2 outputs",
     ),
     "a label of a batch that is dispatched with the first": (
@@ -85,7 +92,7 @@ WRONG: dict[str, tuple[Mistake, str]] = {
         "got labels from 0 to 2, and the model has 2 outputs",
     ),
     "a label in a dict of a loader that reuses its buffers": (
-        lambda s, _: classifier(s).fit(reused(), x_key="x", y_key="y", verbose=0),
+        lambda s, _: shared().fit(reused(), x_key="x", y_key="y", verbose=0),
         "from 0 to 2 in batch 1",
     ),
     "a label for one of two outputs": (
