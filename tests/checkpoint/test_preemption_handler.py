@@ -60,7 +60,7 @@ class Counting:
             self.handler.run(self.step)
             if self.handler.total_run_calls == NOTICE_AT:
                 self.notice.set()
-            time.sleep(0.005 * self.notice.is_set())
+            time.sleep(0.02 * self.notice.is_set())
 
 
 @pytest.mark.parametrize(("grace", "checkpoints"), [(None, 1), (0.25, 2)])
@@ -254,7 +254,7 @@ def train_until_exit(counting: Counting) -> tuple[Any, int]:
     def train() -> None:
         while True:
             counting.handler.run(counting.step)
-            time.sleep(0.005)
+            time.sleep(0.02)
 
     with pytest.raises(SystemExit) as exit_info:
         train()
