@@ -54,7 +54,7 @@ def test_a_run_that_differs_is_reported_and_fails_the_program(
         return np.full((1, 23), 1.0 if replicas == 1 else 1.001)
 
     monkeypatch.setattr(digits, "losses_on", losses)
-    unused = digits.Digits(np.zeros((1, 8, 8, 1)), np.zeros(1))
+    unused = digits.Digits(np.zeros((1437, 8, 8, 1)), np.zeros(1437))
     assert not digits.print_comparison((1, 4), unused, BATCH_SIZE, epochs=1)
     assert "1.0e-03, NOT below 1e-05" in capsys.readouterr().out
 

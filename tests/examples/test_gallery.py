@@ -20,9 +20,14 @@ ROWS = re.findall(
 
 
 @pytest.fixture(autouse=True)
-def gallery(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs import from their folder, and train on 150 examples, so that a batch is partial."""
+def _gallery(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs import from their folder."""
     monkeypatch.syspath_prepend(GALLERY)
+
+
+@pytest.fixture
+def _few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They train on 150 examples, so that a batch is partial."""
     import common
 
     def few(size, steps, *arrays, **options):
@@ -41,6 +46,7 @@ def losses_of(text: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> list[
     return module.train(devices, 4)[0]
 
 
+@pytest.mark.usefixtures("_few")
 @pytest.mark.parametrize(
     ("name", "replicas"),
     [long(name, n) for name in NAMES for n in (1, 4)],
