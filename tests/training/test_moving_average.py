@@ -63,8 +63,8 @@ def test_validation_and_the_end_of_fit_use_the_average(s2: dj.Strategy):
     assert weight(model) == 0
 
 
-def test_wrong_arguments_of_averages_are_refused():
-    model = make_model(dj.OneDeviceStrategy("cpu:0"))
+def test_wrong_arguments_of_averages_are_refused(s2: dj.Strategy):
+    model = make_model(s2)
     optimizer = dj.Optimizer(model.module, optax.sgd(0.1))
     for wrong, name in (
         ({"ema_momentum": 1.5}, "ema_momentum"),

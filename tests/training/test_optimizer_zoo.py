@@ -140,7 +140,7 @@ def test_a_mask_leaves_weights_out_of_an_update_that_may_be_skipped(
         model_of(strategy, optax.partition(parts, labels), **option),
         model_of(strategy, optax.sgd(0.1, momentum=0.9), trainable="kernel", **option),
     ):
-        history = model.fit(LINE, SLOPE, batch_size=10, epochs=2, shuffle=False, verbose=0)
+        history = model.fit(LINE, SLOPE, batch_size=8, epochs=2, shuffle=False, verbose=0)
         histories.append(history.history["loss"])
     np.testing.assert_allclose(*histories, rtol=1e-6)
 
@@ -153,7 +153,7 @@ def test_a_list_of_accumulators_for_a_weight_stays_one_in_an_update_that_may_be_
 ):
     models = [model_of(s2, optax.sm3(0.1)), model_of(s2, optax.sm3(0.1), **option)]
     histories = [
-        model.fit(LINE, SLOPE, batch_size=10, epochs=2, shuffle=False, verbose=0).history["loss"]
+        model.fit(LINE, SLOPE, batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"]
         for model in models
     ]
     np.testing.assert_allclose(*histories, rtol=1e-2 if "dtype_policy" in option else 1e-6)

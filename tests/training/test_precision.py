@@ -12,7 +12,7 @@ import optax
 import pytest
 from cases import long
 from flax import nnx
-from model_factory import compile_model
+from model_factory import Scale, compile_model
 
 import distribute_jax as dj
 
@@ -147,7 +147,7 @@ def test_a_scale_above_the_range_of_float16_divides_gradients_of_float16(s2: dj.
 
 def test_a_fixed_scale_that_the_loss_cannot_hold_is_refused():
     """Every update was skipped, and nothing said so."""
-    optimizer = dj.Optimizer(Net(), optax.sgd(0.1), loss_scale=2.0**16)
+    optimizer = dj.Optimizer(Scale(), optax.sgd(0.1), loss_scale=2.0**16)
     assert float(optimizer.scale_loss(jnp.float32(1))) == 2.0**16
     with pytest.raises(
         dj.ArgumentError, match="above 65504, the largest number of the loss's float16"
@@ -192,6 +192,6 @@ def test_unknown_options_are_refused():
     ]
     for options, text in cases:
         with pytest.raises(ValueError, match=text):
-            dj.Optimizer(Net(), optax.sgd(0.1), **options)
+            dj.Optimizer(Scale(), optax.sgd(0.1), **options)
     with pytest.raises(ValueError, match="dtype_policy"):
         dj.DTypePolicy("int8")
