@@ -13,7 +13,7 @@ import distribute_jax as dj
 
 IGNORE_IDLE_REPLICAS = pytest.mark.filterwarnings("ignore:The global batch has")
 REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum")
-SIZES = (8, 13, 1)
+SIZES = (16, 13, 1)
 CLASSES = 3
 
 
@@ -69,7 +69,7 @@ def expected(data: dict[str, np.ndarray]) -> dict[Any, float]:
 
 @IGNORE_IDLE_REPLICAS
 def test_every_reduction_is_that_of_one_device_on_full_and_partial_batches(strategy: dj.Strategy):
-    """8, 13 and 1 examples with time steps; weights per example and per time step; ignored classes."""
+    """16, 13 and 1 examples with time steps; weights per example and per time step; ignored classes."""
     data = [batch(n) for n in SIZES]
     for given, distributed in zip(data, strategy.distribute_dataset(data), strict=True):
         found = strategy.reduce("sum", strategy.run(step, args=(distributed,)), axis=None)
