@@ -193,7 +193,8 @@ def test_other_entries_of_the_dict_are_replaced_in_it(tmp_path: Path) -> None:
     linear = linen.Dense(3)
 
     def made(seed: int) -> dict[str, Any]:
-        params = linear.init(jax.random.key(seed), jnp.ones((1, 2)))
+        kernel = jnp.asarray(np.full((2, 3), seed, np.float32))
+        params = {"params": {"kernel": kernel, "bias": kernel[0]}}
         state = TrainState.create(apply_fn=linear.apply, params=params, tx=optax.adam(1e-3))
         return {"state": state, "pair": Pair(seed, (None, [np.arange(seed)[:1]])), "step": seed}
 

@@ -197,7 +197,7 @@ def test_scheduled_steps_have_the_bits_of_one_device(servers: int) -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("bound", [0, 1, 4])
+@pytest.mark.parametrize("bound", [0, long(1), 4])
 def test_every_update_keeps_the_bound_and_none_is_lost(bound: int) -> None:
     """100 increments by four workers are 100, each at most so many updates late."""
     strategy, coordinator = of_servers(4, staleness=bound)
