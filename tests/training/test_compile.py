@@ -70,32 +70,6 @@ def test_metrics_of_every_kind(strategy: dj.Strategy):
     )
 
 
-class Normed(nnx.Module):
-    def __init__(self, axis_name: str | None) -> None:
-        rngs = nnx.Rngs(0)
-        self.norm = nnx.BatchNorm(1, momentum=0.5, axis_name=axis_name, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.norm(x)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("axis_name", "variances"), [
-    ("data", {1: 3.125, 2: 3.125, 4: 3.125}), (None, {1: 3.125, 2: 1.125, 4: 0.625}),
-])  # fmt: skip
-def test_batch_norm_after_one_step(axis_name: str | None, variances: dict[int, float]):
-    """The moving mean is 2.25 on any number of replicas; with an axis name the variance is the batch's."""
-    for replicas, variance in variances.items():
-        model = make_model(
-            dj.MirroredStrategy(list(range(replicas))), lambda: Normed(axis_name), loss="mse",
-            optimizer=optax.sgd(0.01),
-        )  # fmt: skip
-        x = np.arange(1.0, 9.0, dtype=np.float32).reshape(8, 1)
-        model.fit(x, np.zeros_like(x), batch_size=8, shuffle=False, verbose=0)
-        assert float(model.module.norm.mean[...][0]) == pytest.approx(2.25)
-        assert float(model.module.norm.var[...][0]) == pytest.approx(variance, rel=1e-5)
-
-
 def test_optimizers_by_name_have_a_rate_that_can_be_set(s4: dj.MirroredStrategy):
     """A new rate is used by the next step without another program."""
     model = make_model(s4, optimizer="adam")
