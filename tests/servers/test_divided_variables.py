@@ -158,7 +158,7 @@ def test_a_divided_variable_is_read_and_written_as_numpy_does() -> None:
     for write, change in (("assign_add", 1.0), ("assign_sub", 2.0)):
         getattr(table, write)(np.full((10, 2), change, np.float32))
         expected += change if write == "assign_add" else -change
-        add([9, 1], 0.25)
+        add([9, 1, 3], 0.25)
     table.scatter_sub([3, 3], np.ones((2, 2), np.float32))
     np.subtract.at(expected, [3, 3], 1.0)
     add([], 1.0)
