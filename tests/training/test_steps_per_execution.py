@@ -46,7 +46,7 @@ def test_fit_measures_and_ends_at_the_same_weights(
 ):
     monkeypatch.setattr(_trainer, "_WORTHWHILE", 1e9)
     monkeypatch.setattr(_trainer, "_MEASURED_SECONDS", 0.0)
-    x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+    x = np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)
     y = x.sum(axis=1, keepdims=True)
     models = []
     for steps in (1, "auto"):
