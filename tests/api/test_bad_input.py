@@ -51,5 +51,5 @@ def test_faults_are_found_without_the_checks_of_types(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_checks, "_has_type", lambda value, types: True)
-    found = faults(world, 80)
-    assert any("TypeError" in line for line in found)
+    found = (bad_input.fault(world, case) for case in bad_input.cases(80))
+    assert any("TypeError" in text for text in found if text)

@@ -70,19 +70,6 @@ def test_metrics_of_every_kind(strategy: dj.Strategy):
     )
 
 
-def test_optimizers_by_name_have_a_rate_that_can_be_set(s4: dj.MirroredStrategy):
-    """A new rate is used by the next step without another program."""
-    model = make_model(s4, optimizer="adam")
-    assert model.learning_rate == pytest.approx(1e-3)
-    model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
-    before = model.get_weights()
-    model.learning_rate = 0.0
-    model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
-    for a, b in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert s4._runner.programs() == 1
-
-
 @pytest.mark.parametrize(
     "make",
     [
