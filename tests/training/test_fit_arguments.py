@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,8 +34,14 @@ def make_model(strategy: dj.Strategy, kind: type = dj.Model, **options: Any) -> 
     return compile_model(strategy, linear(1), kind, **options)
 
 
-def test_a_list_of_numbers_is_one_array(s4: dj.MirroredStrategy):
-    model = make_model(s4)
+@functools.cache
+def shared() -> dj.Model:
+    """A model whose steps are compiled once for several tests."""
+    return make_model(dj.MirroredStrategy([0, 1, 2, 3]))
+
+
+def test_a_list_of_numbers_is_one_array():
+    model = shared()
     wanted = model.evaluate(X, Y, verbose=0)
     assert model.evaluate(X.tolist(), Y.tolist(), verbose=0) == pytest.approx(wanted)
     assert model.evaluate(X, list(Y[:, 0]), verbose=0) == pytest.approx(wanted)  # of NumPy
@@ -102,9 +109,9 @@ def test_a_module_that_fails_on_several_inputs_says_how_they_were_interpreted(
 
 
 @pytest.mark.parametrize("data", [[], [(X[:0], Y[:0])]], ids=["no batches", "empty batches"])
-def test_data_without_an_example_is_refused(data: list[Any], s4: dj.MirroredStrategy):
+def test_data_without_an_example_is_refused(data: list[Any]):
     """By the name of the argument; before, fit warned, and its history was empty or NaN."""
-    model = make_model(s4)
+    model = shared()
     for run in (model.fit, model.evaluate, model.predict):
         with pytest.raises(ValueError, match=f"^{run.__name__} got data without any example"):
             run(data, verbose=0)
@@ -113,9 +120,10 @@ def test_data_without_an_example_is_refused(data: list[Any], s4: dj.MirroredStra
     assert model.predict([], steps=0, verbose=0) is None
 
 
-def test_an_iterator_is_continued(s4: dj.MirroredStrategy):
+def test_an_iterator_is_continued():
     """It cannot start again: each epoch or call takes its next batches; a list starts again."""
-    model = make_model(s4, optimizer=optax.sgd(0.0))
+    model = shared()
+    model.learning_rate = 0.0
     batches = [(X, Y * i) for i in range(6)]
     single = [model.evaluate(*batch, verbose=0) for batch in batches]
     next_two = [np.mean(single[i : i + 2]) for i in (0, 2, 4)]

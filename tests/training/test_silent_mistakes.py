@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +27,14 @@ def model(strategy: dj.Strategy, kind: type[dj.Model] = dj.Model, **compiled: An
     return compile_model(strategy, linear(3), kind, **compiled)
 
 
-def fit(strategy: dj.Strategy, *args: Any, **compiled: Any) -> Any:
-    return model(strategy, **compiled).fit(X, Y, 8, 1, 0, *args)
+@functools.cache
+def shared() -> dj.Model:
+    """A model whose step is compiled once."""
+    return model(dj.MirroredStrategy([0, 1]))
+
+
+def fit(callback: dj.callbacks.Callback) -> Any:
+    return shared().fit(X, Y, 8, 1, 0, [callback])
 
 
 class Silent(dj.Model):
@@ -142,7 +149,7 @@ def right(strategy: dj.Strategy) -> None:
     in_step(strategy, step, X)
     of_share(strategy, 16)
     drops(strategy, returned=True)
-    fit(strategy, [dj.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None)])
+    fit(dj.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None))
 
 
 LOGGED: dict[str, tuple[Callable[[dj.Strategy], Any], str]] = {
@@ -151,7 +158,7 @@ LOGGED: dict[str, tuple[Callable[[dj.Strategy], Any], str]] = {
         lambda s: model(s, Reporting, verify="first").fit(X, Y, 8, verbose=0),
         "train_step returned result['size'], a mean over",
     ),
-    "a hook's name": (lambda s: fit(s, [Typo()]), "Did you mean 'on_epoch_"),
+    "a hook's name": (lambda s: fit(Typo()), "Did you mean 'on_epoch_"),
     "Lightning's step": (lambda s: foreign(), "is never called: write train_step(self, batch)"),
     "an addition to what is summed": (adds, "variable is written as its old value plus something"),
     "a matrix of losses": (
