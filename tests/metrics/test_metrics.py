@@ -49,6 +49,20 @@ def columns(n: int) -> dict[str, np.ndarray]:
     }
 
 
+class Histogram(Metric):
+    """A metric of the user, which leaves the padding out by itself."""
+
+    def __init__(self):
+        self.counts = nnx.metrics.MetricState(jnp.zeros(4, jnp.int32))
+
+    def update(self, *, labels, **_):
+        mask = dj.get_replica_context().batch_mask
+        self.counts[...] += jax.nn.one_hot(labels, 4, dtype=jnp.int32).T @ mask.astype(int)
+
+    def compute(self):
+        return self.counts[...]
+
+
 CASES = {
     "average": (lambda: Average("loss"), lambda d: {"loss": d["x"], "other": 1}),
     "weighted": (
@@ -60,6 +74,11 @@ CASES = {
     ),
     "spread": (Welford, lambda d: {"values": d["x"]}),
     "spread far from zero": (Welford, lambda d: {"values": d["far"]}),
+    "of Flax, masked": (
+        nnx.metrics.Average,
+        lambda d: {"values": d["x"], "mask": dj.get_replica_context().batch_mask},
+    ),
+    "of the user": (Histogram, lambda d: {"labels": d["labels"]}),
 }  # fmt: skip
 """Metrics, and what each takes of a batch: all in one program, which compiles once."""
 
@@ -209,15 +228,11 @@ def test_metrics_of_flax_that_forget_the_mask_are_refused_on_a_partial_batch(
     assert int(metric.count[...]) == 8
 
 
+@IGNORE_IDLE_REPLICAS
 def test_flax_average_with_the_mask_is_exact_on_a_partial_batch(strategy: dj.Strategy):
-    metric = create(strategy, nnx.metrics.Average)
-
-    def step(x):
-        metric.update(values=x, mask=dj.get_replica_context().batch_mask)
-
-    data = batches(8, 5)
-    run_on(strategy, step, data)
-    assert float(metric.compute()) == pytest.approx(np.concatenate(data).mean(), rel=1e-6)
+    metrics, everything = all_metrics(strategy.num_replicas_in_sync)
+    expected = pytest.approx(everything["x"].mean(), rel=1e-6)
+    assert float(metrics["of Flax, masked"].compute()) == expected
 
 
 @pytest.mark.parametrize(("replicas", "expected"), [(2, 5.0), (4, 15.0)])
@@ -354,22 +369,13 @@ def test_many_metrics_in_one_call(strategy: dj.Strategy):
     assert int(metrics.flax.count[...]) == 0
 
 
+@IGNORE_IDLE_REPLICAS
 def test_a_metric_of_the_user_is_summed(strategy: dj.Strategy):
-    class Histogram(Metric):
-        def __init__(self):
-            self.counts = nnx.metrics.MetricState(jnp.zeros(4, jnp.int32))
-
-        def update(self, *, labels, **_):
-            mask = dj.get_replica_context().batch_mask
-            self.counts[...] += jax.nn.one_hot(labels, 4, dtype=jnp.int32).T @ mask.astype(int)
-
-        def compute(self):
-            return self.counts[...]
-
-    metric = create(strategy, Histogram)
-    data = [np.arange(8) % 4, np.arange(5) % 4]
-    run_on(strategy, lambda x: metric.update(labels=x), data)
-    np.testing.assert_array_equal(metric.compute(), np.bincount(np.concatenate(data)))
+    metrics, everything = all_metrics(strategy.num_replicas_in_sync)
+    counts = np.bincount(everything["labels"], minlength=4)
+    np.testing.assert_array_equal(metrics["of the user"].compute(), counts)
+    metric = Histogram()
+    metric.counts[...] += 1
     metric.reset()
     assert not np.asarray(metric.compute()).any()
 
