@@ -211,18 +211,6 @@ def test_every_update_keeps_the_bound_and_none_is_lost(bound: int) -> None:
     assert sum(coordinator.stats.staleness.values()) == 100
 
 
-def test_the_next_closure_starts_from_what_the_user_wrote() -> None:
-    """A value that is assigned between closures is what the next one starts from."""
-    strategy, coordinator = of_servers(2)
-    model, step = scalar_step(strategy)
-    coordinator.schedule(step, args=(1.0,))
-    coordinator.join(SECONDS)
-    model.w[...] = jnp.float32(4)
-    assert coordinator.schedule(step, args=(4.0,)).fetch() == 0
-    coordinator.join(SECONDS)
-    assert float(model.w[...]) == 4
-
-
 def test_each_worker_has_its_values_and_its_dataset() -> None:
     """A closure gets value, element and number of the worker that runs it."""
     _, coordinator = of_servers(2, staleness=1)

@@ -62,10 +62,6 @@ def batches(rows: int = 22) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield X[i : min(i + 8, rows)], Y[i : min(i + 8, rows)]
 
 
-def weights_of(model: dj.Model) -> list[np.ndarray]:
-    return model.get_weights()
-
-
 def close(a: Any, b: Any, rel: float = 1e-5) -> None:
     for one, other in zip(a, b, strict=True):
         np.testing.assert_allclose(one, other, rtol=rel, atol=1e-6)
@@ -102,7 +98,7 @@ def test_fit_equals_plain_flax_on_one_device(strategy: dj.Strategy):
     losses, weights = train_with_plain_flax()
     close(history.history["loss"], losses)
     assert history.epoch == [0, 1, 2]
-    close(weights_of(model), weights, 1e-4)
+    close(model.get_weights(), weights, 1e-4)
     assert strategy._runner.programs() == 4
     model.fit(X, Y, epochs=2, **options)
     model.evaluate(X, Y, batch_size=8)
@@ -185,7 +181,7 @@ def test_class_weights_scale_the_loss_of_their_class(s4: dj.MirroredStrategy, ki
     a = one.fit(X, y, class_weight={1: 5.0}, sample_weight=others, **options)
     b = other.fit(X, Y, sample_weight=weight * others, **options)
     close(a.history["loss"], b.history["loss"])
-    close(weights_of(one), weights_of(other))
+    close(one.get_weights(), other.get_weights())
     first = one.train_on_batch(X[:8], y[:8], class_weight={1: 5.0})
     assert first == pytest.approx(other.train_on_batch(X[:8], Y[:8], sample_weight=weight[:8]))
 
@@ -496,7 +492,7 @@ def test_batch_norm_is_exact_on_a_partial_batch(
     history = model.fit(X[:rows], Y[:rows], epochs=3, **options)
     losses, weights = train_with_plain_flax(rows, SGD, norm=True)
     close(history.history["loss"], losses)
-    close(weights_of(model), weights, 1e-4)
+    close(model.get_weights(), weights, 1e-4)
     assert len(set(programs)) == 1
     assert "partial batch" not in caplog.text
 

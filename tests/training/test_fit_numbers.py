@@ -5,7 +5,6 @@ The model is y = w * x with w = 1, x = 1..8, y = 0, mean squared error and SGD(0
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import Any
 
@@ -27,12 +26,6 @@ def make_model(strategy: dj.Strategy, **options: Any) -> dj.Model:
     return compile_model(strategy, Scale, **options)
 
 
-@functools.cache
-def model_on(replicas: int) -> dj.Model:
-    """A model whose programs several tests use."""
-    return make_model(dj.MirroredStrategy(list(range(replicas))))
-
-
 def fit(model: dj.Model, n: int, batch_size: int, **options: Any) -> float:
     options = {"epochs": 1, "shuffle": False, "verbose": 0, **options}
     history = model.fit(X[:n], Y[:n], batch_size=batch_size, **options)
@@ -45,7 +38,7 @@ def w(model: dj.Model) -> float:
 
 def test_whole_and_partial_batches_train_as_on_one_device(strategy: dj.MirroredStrategy):
     """TensorFlow's w: 0.59075 for 6 examples on 4 replicas; 0.6375 and 0.74375 for 5 on 2 and 4."""
-    model = model_on(strategy.num_replicas_in_sync)
+    model = make_model(strategy)
     for n, size, loss, weight in (
         (8, 8, 25.5, 0.49),
         (6, 4, 12.345417, 0.3315),
@@ -58,8 +51,7 @@ def test_whole_and_partial_batches_train_as_on_one_device(strategy: dj.MirroredS
 
 def test_fewer_examples_than_replicas_in_every_batch(strategy: dj.MirroredStrategy):
     """Six steps on batches of 2; TensorFlow's w on 4 replicas is 0.2200389."""
-    model = model_on(strategy.num_replicas_in_sync)
-    model.set_weights([np.ones(1)])
+    model = make_model(strategy)
     batches = [(X[2 * i : 2 * i + 2], Y[2 * i : 2 * i + 2]) for i in (0, 1, 2, 3, 0, 1)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # idle replicas are named once
