@@ -43,6 +43,7 @@ BALANCED = smoothed(BITS, 0.2, 2)
 P_T = BALANCED * SIGMOID + (1 - BALANCED) * (1 - SIGMOID)
 FOCAL = (1 - P_T) ** 1.5 * entropy(BALANCED, SIGMOID) * (0.3 * BALANCED + 0.7 * (1 - BALANCED))
 WRONG = ((1 - ONE_HOT) * P).max(-1)
+HINGES = np.maximum(1 - (2 * BITS - 1) * P, 0)
 
 CASES: dict[str, tuple[str, dict[str, Any], Any, Any, Any]] = {
     "mse": ("MeanSquaredError", {}, Y, P, ((Y - P) ** 2).mean(-1)),
@@ -56,83 +57,42 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, Any, Any]] = {
     "binary": ("BinaryCrossentropy", {}, BITS, SIGMOID, entropy(BITS, SIGMOID).mean(-1)),
     "binary of logits": ("BinaryCrossentropy", LOGITS, BITS, P, entropy(BITS, SIGMOID).mean(-1)),
     "binary, smoothed": (
-        "BinaryCrossentropy",
-        {"label_smoothing": 0.2},
-        BITS,
-        SIGMOID,
-        entropy(BALANCED, SIGMOID).mean(-1),
+        "BinaryCrossentropy", {"label_smoothing": 0.2}, BITS, SIGMOID, entropy(BALANCED, SIGMOID).mean(-1)
     ),
     "binary focal": (
         "BinaryFocalCrossentropy",
-        {
-            "apply_class_balancing": True,
-            "alpha": 0.3,
-            "gamma": 1.5,
-            "label_smoothing": 0.2,
-            **LOGITS,
-        },
-        BITS,
-        P,
-        FOCAL.mean(-1),
+        {"apply_class_balancing": True, "alpha": 0.3, "gamma": 1.5, "label_smoothing": 0.2, **LOGITS},
+        BITS, P, FOCAL.mean(-1),
     ),
     "categorical": ("CategoricalCrossentropy", {}, ONE_HOT, SOFTMAX, -OWN),
     "categorical of shares": ("CategoricalCrossentropy", {}, ONE_HOT, 7 * SOFTMAX, -OWN),
     "categorical, smoothed": (
-        "CategoricalCrossentropy",
-        {"label_smoothing": 0.1, **LOGITS},
-        ONE_HOT,
-        P,
+        "CategoricalCrossentropy", {"label_smoothing": 0.1, **LOGITS}, ONE_HOT, P,
         -(smoothed(ONE_HOT, 0.1, 3) * LOG_SOFTMAX).sum(-1),
     ),
     "categorical, axis 1": ("CategoricalCrossentropy", {"axis": 1}, ONE_HOT, SOFTMAX, -OWN),
     "categorical focal": (
-        "CategoricalFocalCrossentropy",
-        {"alpha": [0.1, 0.2, 0.3], "gamma": 1.0, **LOGITS},
-        ONE_HOT,
-        P,
+        "CategoricalFocalCrossentropy", {"alpha": [0.1, 0.2, 0.3], "gamma": 1.0, **LOGITS}, ONE_HOT, P,
         -np.array([0.1, 0.2, 0.3])[IDS] * (1 - np.exp(OWN)) * OWN,
     ),
     "sparse": ("SparseCategoricalCrossentropy", {}, IDS, SOFTMAX, -OWN),
     "sparse of logits": ("SparseCategoricalCrossentropy", LOGITS, IDS[:, None], P, -OWN),
     "sparse, float labels": ("SparseCategoricalCrossentropy", LOGITS, IDS * 1.0, P, -OWN),
     "sparse, ignoring": (
-        "SparseCategoricalCrossentropy",
-        {"ignore_class": 1, **LOGITS},
-        IDS,
-        P,
-        np.where(IDS == 1, 0, -OWN),
+        "SparseCategoricalCrossentropy", {"ignore_class": 1, **LOGITS}, IDS, P, np.where(IDS == 1, 0, -OWN)
     ),
     "poisson": ("Poisson", {}, abs(Y), abs(P), (abs(P) - abs(Y) * np.log(abs(P))).mean(-1)),
     "kl": (
-        "KLDivergence",
-        {},
-        np.roll(SOFTMAX, 1, 0),
-        SOFTMAX,
+        "KLDivergence", {}, np.roll(SOFTMAX, 1, 0), SOFTMAX,
         (np.roll(SOFTMAX, 1, 0) * (np.roll(LOG_SOFTMAX, 1, 0) - LOG_SOFTMAX)).sum(-1),
     ),
-    "hinge": ("Hinge", {}, BITS, P, np.maximum(1 - (2 * BITS - 1) * P, 0).mean(-1)),
-    "hinge of -1 and 1": (
-        "Hinge",
-        {},
-        2 * BITS - 1,
-        P,
-        np.maximum(1 - (2 * BITS - 1) * P, 0).mean(-1),
-    ),
-    "squared hinge": (
-        "SquaredHinge",
-        {},
-        BITS,
-        P,
-        (np.maximum(1 - (2 * BITS - 1) * P, 0) ** 2).mean(-1),
-    ),
+    "hinge": ("Hinge", {}, BITS, P, HINGES.mean(-1)),
+    "hinge of -1 and 1": ("Hinge", {}, 2 * BITS - 1, P, HINGES.mean(-1)),
+    "squared hinge": ("SquaredHinge", {}, BITS, P, (HINGES**2).mean(-1)),
     "categorical hinge": (
-        "CategoricalHinge",
-        {},
-        ONE_HOT,
-        P,
-        np.maximum(WRONG - (ONE_HOT * P).sum(-1) + 1, 0),
+        "CategoricalHinge", {}, ONE_HOT, P, np.maximum(WRONG - (ONE_HOT * P).sum(-1) + 1, 0)
     ),
-}
+}  # fmt: skip
 
 
 @functools.cache
