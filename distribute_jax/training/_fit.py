@@ -232,6 +232,6 @@ def validation_dataset(
         x, y, weight = (*data, None)[:3]
         arrays = arrays_of("fit(validation_data)", x, y, weight)
         return dataset_of(strategy, "fit(validation_data)", arrays, batch_size)
-    if hasattr(data, "shape"):
+    if hasattr(data, "shape") and hasattr(data, "__array__"):  # a Hugging Face dataset has a shape
         refuse("fit(validation_data)", "(x, y), (x, y, sample_weight) or a dataset", data)
     return dataset_of(strategy, "fit(validation_data)", data, None)

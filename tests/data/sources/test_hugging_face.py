@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from flax import nnx
 from source_helpers import assert_same, assert_two_epochs, cut, epoch_of
 
+import distribute_jax as dj
 from distribute_jax.data.sources import find_source
 
 datasets = pytest.importorskip("datasets", reason="needs datasets: dev.py test --sources has it")
@@ -46,6 +48,16 @@ def test_iter_gives_batches_through_a_function(strategy):
     """``iter`` is a generator, so a function creates it for each epoch."""
     formatted = table().with_format("numpy")
     assert_two_epochs(strategy, lambda: formatted.iter(4), cut(TABLE, 4))
+
+
+def test_validation_on_a_table(s2):
+    """A table has a ``shape``, as arrays have; it is a dataset of batches all the same."""
+    with s2.scope():
+        model = dj.Model(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    model.compile("sgd", "mse")
+    keys = {"x_key": "v", "y_key": "v", "verbose": 0}
+    history = model.fit(table().batch(4), validation_data=table().batch(8), **keys).history
+    assert history["val_loss"] == pytest.approx([model.evaluate(table().batch(8), **keys)])
 
 
 def test_a_table_resumes_anywhere():
