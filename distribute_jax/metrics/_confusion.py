@@ -62,7 +62,9 @@ class Confusion(Metric):
         labels, probabilities = pair(name, labels, probabilities, _ONE_CLASS)
         new = terms(self, "predictions", probabilities, mask, sample_weight)
         values, ones = new.values.ravel(), jnp.ravel(labels > 0)
-        is_positive = (values[:, None] > jnp.asarray(self.thresholds)).astype(jnp.float32)
+        # Of the values' dtype: a prediction of 0.3 is not above 0.3 with jax_enable_x64 either.
+        thresholds = jnp.asarray(self.thresholds, values.dtype)
+        is_positive = (values[:, None] > thresholds).astype(jnp.float32)
         weights_of_ones = jnp.where(ones, new.weights.ravel(), 0)
         weights_of_zeros = jnp.where(ones, 0, new.weights.ravel())
         # With the default precision, accelerators would round the weights to bfloat16.

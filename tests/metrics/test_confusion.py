@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -82,6 +83,15 @@ def test_results_over_full_and_partial_batches_are_those_of_keras(strategy: dj.S
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("x64", [False, True])
+def test_a_prediction_equal_to_a_threshold_is_negative(x64: bool):
+    """Also where thresholds could be float64: float32 rounds 0.3 up."""
+    with jax.enable_x64(x64):
+        metric = Recall(thresholds=0.3)
+        metric.update(predictions=np.array([0.3, 0.4]), labels=np.array([1, 1]))
+        assert float(metric.compute()) == 0.5
+
+
 def test_results_are_zero_without_data_and_after_a_reset():
     for make in MAKE.values():
         metric = make()
