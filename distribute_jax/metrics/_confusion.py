@@ -237,7 +237,8 @@ class AUC(Confusion):
     def _probabilities(self, predictions: Any) -> Any:
         if not self.from_logits:
             return predictions
-        return jax.nn.sigmoid(as_array(self, "predictions", predictions))
+        # bfloat16 could not tell probabilities near 1 from each other.
+        return jax.nn.sigmoid(as_array(self, "predictions", predictions).astype(jnp.float32))
 
     @promoting
     def compute(self) -> jax.Array:

@@ -82,7 +82,6 @@ def test_results_over_full_and_partial_batches_are_those_of_keras(strategy: dj.S
         np.testing.assert_allclose(metric.compute(), KERAS[name][1], rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("x64", [False, True])
 def test_a_prediction_equal_to_a_threshold_is_negative(x64: bool):
     """Also where thresholds could be float64: float32 rounds 0.3 up."""
@@ -92,6 +91,14 @@ def test_a_prediction_equal_to_a_threshold_is_negative(x64: bool):
         assert float(metric.compute()) == 0.5
 
 
+def test_logits_of_bfloat16_keep_their_order():
+    """A threshold is between their probabilities, 0.98901 and 0.98999, which are one bfloat16."""
+    metric = AUC(from_logits=True)
+    metric.update(predictions=jnp.array([4.5, 4.59375], jnp.bfloat16), labels=np.array([0, 1]))
+    assert float(metric.compute()) == 1
+
+
+@pytest.mark.exhaustive
 def test_results_are_zero_without_data_and_after_a_reset():
     for make in MAKE.values():
         metric = make()
