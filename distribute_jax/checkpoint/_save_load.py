@@ -139,10 +139,10 @@ def directory_of(method: str, path: str | os.PathLike[str]) -> Directory:
             f"{method} got {path!r}: a Path keeps one slash of a URL. Pass the text: {url!r}."
         )
     text = os.path.abspath(os.path.expanduser(text))
-    if re.search(r"[*?\[]", text):
+    if re.search(r"[*?\[\\\ud800-\udfff]", text):
         raise ArgumentError(
-            f"{method} got {text!r}: Orbax reads *, ? and [ in a path as a pattern of names, and would not "
-            "find what it has saved. Choose a path without these characters."
+            f"{method} got {text!r}: Orbax would not find again what it saves in a path with *, ?, [, a "
+            "backslash or bytes that are not UTF-8. Choose a path without them."
         )
     return DiskDirectory(Path(text))
 

@@ -264,12 +264,12 @@ def test_a_save_killed_between_its_renames_leaves_the_old_checkpoint(
     assert load(tmp_path / "c", tree)["x"].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("name", ["run[1]", "run*", "run?"])
-def test_a_path_with_wildcards_is_refused(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["run[1]", "run*", "run?", "run\\1", "run\udce4"])
+def test_a_path_that_orbax_would_not_read_is_refused(name: str, tmp_path: Path) -> None:
     """Orbax would save there, and not find it again."""
-    with pytest.raises(dj.ArgumentError, match="pattern of names"):
+    with pytest.raises(dj.ArgumentError, match="would not find again"):
         dj.CheckpointManager(tmp_path / name)
-    with pytest.raises(dj.ArgumentError, match="pattern of names"):
+    with pytest.raises(dj.ArgumentError, match="would not find again"):
         save(tmp_path / name, {"x": 1})
 
 
