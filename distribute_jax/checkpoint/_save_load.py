@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import sys
 from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from pathlib import Path
@@ -139,10 +140,13 @@ def directory_of(method: str, path: str | os.PathLike[str]) -> Directory:
             f"{method} got {path!r}: a Path keeps one slash of a URL. Pass the text: {url!r}."
         )
     text = os.path.abspath(os.path.expanduser(text))
-    if re.search(r"[*?\[\\\ud800-\udfff]", text):
+    encoding = sys.getfilesystemencoding()
+    is_utf_8 = text.isascii() or (encoding == "utf-8" and not re.search(r"[\ud800-\udfff]", text))
+    if re.search(r"[*?\[\\]", text) or not is_utf_8:
         raise ArgumentError(
             f"{method} got {text!r}: Orbax would not find again what it saves in a path with *, ?, [, a "
-            "backslash or bytes that are not UTF-8. Choose a path without them."
+            f"backslash or bytes that are not UTF-8 (the encoding of names is {encoding}). Choose a path "
+            "without them."
         )
     return DiskDirectory(Path(text))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -271,6 +272,18 @@ def test_a_path_that_orbax_would_not_read_is_refused(name: str, tmp_path: Path) 
         dj.CheckpointManager(tmp_path / name)
     with pytest.raises(dj.ArgumentError, match="would not find again"):
         save(tmp_path / name, {"x": 1})
+
+
+def test_a_path_is_refused_where_its_bytes_are_not_those_of_orbax(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """Orbax names files in UTF-8, also under a locale of another encoding."""
+    with dj.CheckpointManager(tmp_path / "größe") as manager:
+        manager.save(1, {"x": np.ones(2)})
+    assert dj.CheckpointManager(tmp_path / "größe").restore_latest({"x": np.zeros(2)}) == 1
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
+    with pytest.raises(dj.ArgumentError, match="the encoding of names is iso8859-1"):
+        dj.CheckpointManager(tmp_path / "größe")
 
 
 def test_a_tilde_is_the_home_folder_and_an_empty_path_is_refused(tmp_path, monkeypatch) -> None:
