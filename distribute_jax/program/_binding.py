@@ -48,7 +48,8 @@ class Binding:
         captured = captures(fn, named=True)
         named = zip(arguments.bound, arguments.names_of("bound"), strict=True)
         bound = [(value, name, FixedValue(value)) for value, name in named]
-        graph, structure = _walk(captured.codes, [*captured.roots, *bound])
+        roots = [*captured.roots, *bound]
+        graph, structure = _walk(captured.codes, roots)
         values = [*captured.values, *arguments.bound]
         self.key = (tuple(captured.key), structure)
         self.variables = graph.variables
@@ -56,9 +57,9 @@ class Binding:
         self.nodes = [weakref.ref(node) for node in graph.nodes]
         self.node_names = graph.node_names
         self.statics = graph.statics
-        at = {id(value): i for i, value in enumerate(values) if isinstance(value, jax.Array)}
+        at = {id(place): i for i, (_, _, place) in enumerate(roots)}
         # An array that is a root is read by its index among the roots of the call, others by their path.
-        self.arrays = [(name, place, at.get(id(place.get()))) for name, place in graph.arrays]
+        self.arrays = [(name, place, at.get(id(place))) for name, place in graph.arrays]
         self.copies = graph.copies
         self.guard = graph.guard
         self.guard.seal()

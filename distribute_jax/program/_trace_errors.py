@@ -143,7 +143,7 @@ _FROM_OUTSIDE = ("different trace level", "should match the mesh of sharding")
 
 # Messages of JAX and Python for a value that is not known: of a slice, an axis, a format, a dict key.
 _NEEDED = re.compile(
-    r"concrete values|static (start|integers)|hashable.*Tracer|Tracer(\.__format__| is not JSON)"
+    r"concrete values|static (start/stop/step|integers)|hashable.*Tracer|Tracer(\.__format__| is not JSON)"
     r"|(number|integer|an int)\b.*Tracer|'(list|tuple|str)' and '\w+Tracer"
 )
 

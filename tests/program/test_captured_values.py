@@ -294,6 +294,17 @@ def test_an_argument_of_a_partial_is_an_input_even_where_python_reads_it(s2: dj.
         s2.run(functools.partial(step, scale=jnp.float32(2.0)))
 
 
+def test_a_loop_without_a_derivative_keeps_the_error_of_jax(s2: dj.MirroredStrategy):
+    """It names a static start and stop, as the error of a slice does, but needs no value."""
+
+    def loss(x: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda x: x < 5, lambda x: 2 * x, x)
+
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work") as caught:
+        s2.run(jax.grad(loss), args=(jnp.float32(1.0),))
+    assert not isinstance(caught.value, dj.DistributeError)
+
+
 def test_zero_and_minus_zero_are_two_programs(s2: dj.MirroredStrategy):
     """A captured 0.0 that becomes -0.0 is seen, though the two are equal."""
     held = Plain(zero=0.0)
@@ -597,6 +608,21 @@ def test_a_dict_entry_that_is_removed_and_reinserted_keeps_its_identity(s2: dj.M
         assert [float(x) for x in s2.run(step)] == [1.0, 10.0]
         assert {key: float(v[...]) for key, v in held.items()} == {"a": 0.0, "b": times}
         assert (float(plain.a[...]), float(plain.b[...])) == (1.0 + times, 10.0)
+
+
+def test_an_array_in_two_places_is_replaced_in_one(s2: dj.MirroredStrategy):
+    """As weights and the copy that an average or a target network starts with."""
+    weights = first = jnp.float32(1.0)
+    held = {"weights": weights}
+
+    def step() -> jax.Array:
+        return jnp.stack([weights, held["weights"], first])
+
+    assert s2.run(step).tolist() == [1.0, 1.0, 1.0]
+    weights = weights + 1
+    assert s2.run(step).tolist() == [2.0, 1.0, 1.0]
+    held["weights"] = weights * 4
+    assert s2.run(step).tolist() == [2.0, 8.0, 1.0]
 
 
 def test_a_list_of_arrays_may_get_shorter(s2: dj.MirroredStrategy):
