@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from distribute_jax._errors import PaddingLeakError
-from distribute_jax._mesh import explicit_transfers
+from distribute_jax._mesh import explicit_transfers, program_input
 from distribute_jax._messages import error_text, listed
 from distribute_jax._padding import other_paddings, with_rows
 from distribute_jax._values import PerReplica
@@ -70,6 +71,11 @@ _COMPARED = "The step was run on copies of the state with {};"
 _TRACED_AGAIN = (
     "more padding, for which it was traced again, and had another result (as has a step that counts its "
     "calls in Python: keep such a number in a variable)"
+)
+
+_OF_ZEROS = (
+    "perhaps by a norm, sqrt, log or ratio of zeros in the padding, whose derivatives are not finite; set "
+    "the padding to 1 with jnp.where(mask, value, 1) before, or exclude it only afterwards"
 )
 
 _CURE = (
@@ -157,6 +163,7 @@ def run_checked_for_leaks(
         longer = _with_more_padding(call, entry, values)
         if longer is not None:
             _refuse_differing(call, entry, flat, outs, longer, _TRACED_AGAIN, nudged=True)
+        _refuse_nan(call, entry, flat, outs)
     check.leaked = False
     return outs
 
@@ -282,6 +289,22 @@ def _refuse_differing(
         sizes = {k: largest(finite(one[k]) - finite(other[k])) for k in differing}
         lines = [f"{names[k]} differs by up to {size:.3g}" for k, size in sizes.items()]
         raise _error(call, entry, "changes", lines, _COMPARED.format(how))
+
+
+def _refuse_nan(call: Call, entry: BoundProgram, flat: list[Any], outs: list[Any]) -> None:
+    """Raises if state or a mirrored result is NaN, but not if all rows, as padding repeats them, are real."""
+    is_mirrored = [True] * entry.state_size + list(entry.program.plan.mirrored)
+
+    def nans(arrays: list[Any]) -> set[int]:
+        real = ((k, _real(call, entry, k, x)) for k, x in enumerate(arrays) if is_mirrored[k])
+        return {k for k, x in real if x is not None and np.isnan(x).any()}
+
+    if bad := nans(outs):
+        counts = np.full_like(call.arguments.counts or (), share_sizes(call)[0], np.int32)
+        bad -= nans(entry.execute(copied([*flat[:-1], program_input(counts, call.mesh)])))
+    if bad:
+        lines = [f"{entry.output_names()[k]} is NaN: {_OF_ZEROS}" for k in sorted(bad)]
+        raise _error(call, entry, "changes", lines, _COMPARED.format("all rows real, without NaN"))
 
 
 def _with_more_padding(call: Call, entry: BoundProgram, values: Sequence[Any]) -> list[Any] | None:

@@ -214,6 +214,27 @@ def test_an_undecided_leak_is_found_by_a_later_check(s4: dj.MirroredStrategy):
         s4.run(step, args=(later,))
 
 
+def test_a_nan_that_only_padding_makes_is_an_error(s4: dj.MirroredStrategy):
+    """The norm of a row of zeros has no derivative, and NaN times zero is NaN."""
+    with s4.scope():
+        weight = nnx.Param(jnp.ones(3))
+
+    def step(x: jax.Array):
+        def loss(w: jax.Array):
+            return dj.compute_average_loss(jnp.linalg.norm(x * w * mask()[:, None], axis=1))
+
+        weight[...] -= total(jax.grad(loss)(weight[...]))
+
+    (rows,) = batches(8)
+    full, partial, of_nan = s4.distribute_dataset([rows, rows[:5], rows[:5] * np.nan])
+    s4.run(step, args=(full,))
+    with pytest.raises(dj.PaddingLeakError, match=r"weight is NaN: .* set the padding to 1"):
+        s4.run(step, args=(partial,))
+    assert np.isfinite(weight[...]).all()
+    s4.run(step, args=(of_nan,))
+    assert np.isnan(weight[...]).all()
+
+
 def test_rows_summed_over_the_replicas_are_not_proved_to_ignore_padding(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
 ):
