@@ -147,6 +147,7 @@ _ABSENT: dict[str, dict[str, str]] = {
     "dj.tpu.experimental": {"shutdown_tpu_system": "nothing: a TPU is free when its program ends"},
     "dj.metrics.Metric": {
         "add_variable add_weight": "self.total = nnx.metrics.MetricState(jnp.zeros(()))",
+        "merge_state": "a.total[...] += b.total[...], and so for each state",
         "reset_states": "reset_state()",
     },
     "jax.Array": {
