@@ -306,8 +306,8 @@ class AttributeNames:
             key
             for owner in owners
             for key, member in list(vars(owner).items())
-            if (key not in unused if is_special(key) else key in self)
-            or (every and function_of(member) is not None)
+            if key not in unused
+            and (is_special(key) or key in self or (every and function_of(member) is not None))
         )
         for owner in owners:
             for key in keys:

@@ -517,6 +517,22 @@ def test_layers_in_a_dict_are_never_swapped(strategy: dj.Strategy):
     assert list(net.layers) == before
 
 
+class WithDefault(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs = nnx.Rngs(0)) -> None:  # noqa: B008
+        self.linear = nnx.Linear(2, 1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(x)
+
+
+def test_what_only_the_constructor_of_a_module_reads_is_not_captured(s2: dj.MirroredStrategy):
+    """A default ``nnx.Rngs`` of ``__init__``, which the step does not call, belongs to no strategy."""
+    for strategy in (s2, dj.OneDeviceStrategy("cpu:3")):
+        with strategy.scope():
+            model = WithDefault(nnx.Rngs(1))
+        strategy.run(lambda x, model=model: model(x), args=(jnp.ones((4, 2)),))
+
+
 def test_layers_in_a_dict_train_as_on_one_device(strategy: dj.Strategy):
     x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
 
