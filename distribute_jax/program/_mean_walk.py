@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._mesh import DATA
-from distribute_jax.collectives._markers import unreduced_p
+from distribute_jax.collectives._markers import part_gradient_p, unreduced_p
 from distribute_jax.program._jaxprs import consts_and_carries, names_axis
 from distribute_jax.program._padding_marks import evaluate
 from distribute_jax.program._remark_walks import (
@@ -92,16 +92,7 @@ class _Merged(str):
 
 
 _ROWS: Mark = frozenset({"rows of the batch"})
-_LINEAR = KEEPS | {
-    "dynamic_slice",
-    "gather",
-    "max",
-    "part_gradient",
-    "part_of_mean",
-    "rev",
-    "slice",
-    "split",
-}
+_LINEAR = KEEPS | {"dynamic_slice", "gather", "max", "part_of_mean", "rev", "slice", "split"}
 _NONLINEAR = frozenset({
     "abs", "cbrt", "cholesky", "cos", "eigh", "erf", "exp", "exp2", "expm1", "integer_pow", "log", "log1p",
     "logistic", "lu", "pow", "qr", "rsqrt", "sin", "sqrt", "square", "svd", "tanh",
@@ -136,7 +127,7 @@ class _MeanWalk(RemarkWalk):
         return frozenset({Constant(float(value))}) if is_number else MIRRORED
 
     def after(self, eqn: Any, marks: Marks) -> Marks:
-        if eqn.primitive is unreduced_p:
+        if eqn.primitive in (part_gradient_p, unreduced_p):
             return marks
         if eqn.primitive.name == "scan":  # which takes the rows one by one
             first = sum(consts_and_carries(eqn))

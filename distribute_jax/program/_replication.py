@@ -22,7 +22,12 @@ from jax.extend.core import Jaxpr, Primitive, primitives
 
 from distribute_jax._errors import DeadlockError, LoweringError, OutOfSyncError, log_once
 from distribute_jax._mesh import DATA
-from distribute_jax.collectives._markers import mirrored_p, part_of_mean_p, unreduced_p
+from distribute_jax.collectives._markers import (
+    mirrored_p,
+    part_gradient_p,
+    part_of_mean_p,
+    unreduced_p,
+)
 from distribute_jax.program import _walk
 from distribute_jax.program._jaxprs import (
     CALLS,
@@ -385,6 +390,8 @@ class ReplicationWalk(Walk):
                 marks[0]
                 | {f"a part of a mean at {line(eqn)}, of which all_reduce('sum', part) is the mean"}
             ]
+        if eqn.primitive is part_gradient_p:
+            return marks
         if eqn.primitive is unreduced_p:
             _, before = self._unreduced.get(id(eqn), (eqn, MIRRORED))
             self._unreduced[id(eqn)] = eqn, union([before, *marks])

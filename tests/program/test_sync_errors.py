@@ -69,7 +69,7 @@ def test_weights_updated_from_unreduced_gradients_are_refused_by_name(
         s4.run(step, args=batch)
     message = str(caught.value)
     assert isinstance(caught.value, dj.OutOfSyncError)
-    assert "model.kernel (Param) depends on args[0], args[1]" in message
+    assert "model.kernel (Param) depends on args[0], args[1]\n" in message
     assert "model.bias (Param)" in message
     assert "optimizer.opt_state" in message
     for pairing in (
