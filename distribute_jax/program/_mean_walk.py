@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from math import isclose, prod
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from distribute_jax.program._remark_walks import (
     SHAPES,
     Constant,
     RemarkWalk,
+    Word,
     number_of,
     sums_over_rows,
 )
@@ -29,16 +30,15 @@ from distribute_jax.program._replication import MIRRORED, RULES, Mark, Ref, cont
 from distribute_jax.program._walk import Marks
 
 
-class _OfShares(str):
-    """A mark with a line; those of different kinds are not equal."""
+class _OfShares(Word):
+    """A mark with a line."""
 
-    __slots__ = ("at",)
-    at: str
+    __slots__ = ()
 
-    def __new__(cls, at: str) -> Self:
-        word = super().__new__(cls, f"{cls.__name__} {at}")
-        word.at = at
-        return word
+    @property
+    def at(self) -> str:
+        """The line."""
+        return str(self)
 
 
 class ShareMean(_OfShares):
@@ -65,7 +65,7 @@ class _Extreme(NonlinearShare):
     """A maximum or minimum, which may be subtracted for the range of an exponential only."""
 
 
-class _Across(str):
+class _Across(Word):
     """The mark of rows in another dim than the first, as to be compared with all rows: the dim."""
 
     __slots__ = ()
@@ -79,13 +79,13 @@ class _MeanWeights(_OfShares):
     """The cotangent of a mean over one replica's examples, and the rows computed from it."""
 
 
-class _Total(str):
+class _Total(Word):
     """The mark of a sum over one replica's examples: the number of elements."""
 
     __slots__ = ()
 
 
-class _Merged(str):
+class _Merged(Word):
     """The mark of rows that a reshape merged with other dims: the length of dim 0."""
 
     __slots__ = ()

@@ -47,7 +47,18 @@ OVER_ROWS = frozenset({"argmax", "argmin", "reduce_max", "reduce_min", "reduce_p
 _COLLECTIVES = "/distribute_jax/collectives/"
 
 
-class Part(str):
+class Word(str):
+    """A mark with a text, as a line; those of different kinds are not equal."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+class Part(Word):
     """The mark of a part of a mean: the line that made it."""
 
     __slots__ = ()
@@ -59,19 +70,19 @@ class ScaledPart(Part):
     __slots__ = ()
 
 
-class _SummedPart(str):
+class _SummedPart(Word):
     """The mark of the sum of parts over the replicas, which is the mean: the line that made the parts."""
 
     __slots__ = ()
 
 
-class MeanOfParts(str):
+class MeanOfParts(Word):
     """The mark of a mean of parts over the replicas: the line that made the parts."""
 
     __slots__ = ()
 
 
-class _Gradient(str):
+class _Gradient(Word):
     """The mark of gradients of a part: the line that made the part."""
 
     __slots__ = ()
@@ -262,13 +273,13 @@ STREAM: Mark = frozenset({"a random stream"})
 """The mark of random streams, and of all that is computed from them."""
 
 
-class _Seed(str):
+class _Seed(Word):
     """The mark of a value computed from a seed and nothing that differs: the line of the seed."""
 
     __slots__ = ()
 
 
-class _Draw(str):
+class _Draw(Word):
     """The mark of numbers for each row of a share, drawn with a mirrored key: the line that draws."""
 
     __slots__ = ()

@@ -56,8 +56,13 @@ AVERAGES: dict[str, Callable[[], Any]] = {
     "nnx.MultiMetric": lambda: nnx.MultiMetric(loss=nnx.metrics.Average("loss")),
 }
 
+HALF = jax.jit(lambda x: 0.5 * x)
+
 RIGHT: dict[str, Callable[..., Any]] = {
     "the losses": lambda metric, part, losses: metric.update(loss=losses),
+    "the sum, by a function of a part": lambda metric, part, losses: metric.update(
+        loss=HALF(replica().all_reduce("sum", HALF(part)))
+    ),
     "their sum": lambda metric, part, losses: metric.update(loss=replica().all_reduce("sum", part)),
     "their sum by a ring": lambda metric, part, losses: metric.update(
         loss=replica().all_reduce(
