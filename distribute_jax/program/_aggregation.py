@@ -240,15 +240,7 @@ FOLD = "fold_replica_id"
 """The name of the jitted function that makes each replica's key of a stored one."""
 
 _IDENTITIES = frozenset(
-    {
-        "copy",
-        "mirrored",
-        "name",
-        "optimization_barrier",
-        "part_gradient",
-        "part_of_mean",
-        "stop_gradient",
-    }
+    {"copy", "mirrored", "name", "optimization_barrier", "part_of_mean", "stop_gradient"}
 )
 _RESHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
 """They keep every number in its place if they only add or drop dims of size 1."""

@@ -217,7 +217,7 @@ def _combined_means(
 
 
 def _may_be_compared(call: Call, traced: Traced, combine: Sequence[Combine]) -> bool:
-    """False for a step that ``verify="auto"`` leaves out: its state may differ from that of one device."""
+    """False for a step that ``verify="auto"`` may leave out, as some that draw or keep statistics."""
     names = {eqn.primitive.name for eqn in equations(traced.jaxpr.jaxpr)}
     is_random = any(part in name for name in names for part in RANDOM)
     is_here = isinstance(call.mesh, AbstractMesh) or is_local(call.mesh)  # a plan is for no devices

@@ -525,12 +525,16 @@ class WithDefault(nnx.Module):
         return self.linear(x)
 
 
-def test_what_only_the_constructor_of_a_module_reads_is_not_captured(s2: dj.MirroredStrategy):
+def test_what_only_the_constructor_of_a_module_reads_is_not_captured(
+    s2: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
+):
     """A default ``nnx.Rngs`` of ``__init__``, which the step does not call, belongs to no strategy."""
     for strategy in (s2, dj.OneDeviceStrategy("cpu:3")):
         with strategy.scope():
             model = WithDefault(nnx.Rngs(1))
-        strategy.run(lambda x, model=model: model(x), args=(jnp.ones((4, 2)),))
+        result = strategy.run(lambda x, model=model: model(x), args=(jnp.ones((4, 2)),))
+        np.testing.assert_allclose(result, model(jnp.ones((4, 2))), rtol=1e-6)
+    assert not caplog.records
 
 
 def test_layers_in_a_dict_train_as_on_one_device(strategy: dj.Strategy):
