@@ -44,12 +44,13 @@ class RunOptions:
     verify: Verify = field(default_factory=_from_environment)
     """When to run the step also on one device with the whole batch, from a copy of the state, and raise if
     the two differ by more than rounding. ``"auto"``, the default: at the first call, if the step trains a
-    model of less than 256 MiB in one process, draws no random numbers other than masks of dropout, which are
-    then equal on all replicas, and keeps no statistics of each replica's share; only the new state is
-    compared, and a step that cannot be compared is skipped silently. ``"first"`` and ``"always"``: at the
-    first call or at every call, results included; also raises if the step cannot be compared, or if the
-    replicas' copies of a value that is assumed to be mirrored, as by ``dj.assume_mirrored``, differ in any
-    bit. ``"off"``: never. The environment variable ``DISTRIBUTE_JAX_VERIFY`` sets another default."""
+    model of less than 256 MiB. Masks of dropout are then equal on all replicas; if the step draws other
+    random numbers or keeps statistics of each replica's share, all get the examples of the first one. Only
+    the new state is compared, and a step that cannot be compared is skipped silently. ``"first"`` and
+    ``"always"``: at the first call or at every call, results included; also raises if the step cannot be
+    compared, or if the replicas' copies of a value that is assumed to be mirrored, as by
+    ``dj.assume_mirrored``, differ in any bit. ``"off"``: never. The environment variable
+    ``DISTRIBUTE_JAX_VERIFY`` sets another default."""
     donate_state: bool = True
     """Update variables in place: their arrays from before the call are donated, and those that something
     else refers to are copied first, so that it can still read them."""

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._mesh import DATA, is_local, num_replicas
+from distribute_jax._mesh import DATA, num_replicas
 from distribute_jax._messages import is_key
 from distribute_jax._values import Layout, PerReplica, Share
 from distribute_jax.program._aggregation import MERGE_BY_TYPE, Combine, is_sum_of_old
@@ -38,7 +37,7 @@ from distribute_jax.program._remark_walks import (
     parts_of_means,
 )
 from distribute_jax.program._replication import MIRRORED, Mark
-from distribute_jax.program._trace import Call, Traced, state_outputs
+from distribute_jax.program._trace import Call, Traced, is_comparable_size, state_outputs
 from distribute_jax.program._trace_errors import step_name
 from distribute_jax.variables import Variable, VariableAggregation
 
@@ -217,11 +216,11 @@ def _combined_means(
 
 
 def _may_be_compared(call: Call, traced: Traced, combine: Sequence[Combine]) -> bool:
-    """False for a step that ``verify="auto"`` may leave out, as some that draw or keep statistics."""
+    """False for a step that ``verify="auto"`` may leave out: it is large, draws or keeps statistics."""
     names = {eqn.primitive.name for eqn in equations(traced.jaxpr.jaxpr)}
     is_random = any(part in name for name in names for part in RANDOM)
-    is_here = isinstance(call.mesh, AbstractMesh) or is_local(call.mesh)  # a plan is for no devices
-    return is_here and not is_random and {Combine.MEAN, Combine.FIRST}.isdisjoint(combine)
+    keeps_statistics = not {Combine.MEAN, Combine.FIRST}.isdisjoint(combine)
+    return is_comparable_size(call, traced) and not is_random and not keeps_statistics
 
 
 def _wrong_gradients(

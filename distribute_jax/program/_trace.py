@@ -7,6 +7,7 @@ results. They are computed on the replicas and stored, and the step is traced ag
 from __future__ import annotations
 
 import gc
+import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -18,12 +19,12 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from distribute_jax import _frames
 from distribute_jax._errors import ArgumentError, StaleCaptureError, UnsupportedError, log_once
 from distribute_jax._jax_private import adopt, read_raw, write_raw
-from distribute_jax._mesh import DATA, inside_replica, num_replicas
+from distribute_jax._mesh import DATA, inside_replica, is_local, num_replicas
 from distribute_jax._messages import is_key, leaf_text, listed
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import is_unchanged, keeps_own_values
@@ -167,6 +168,23 @@ def state_outputs(
         inputs = range(starts[index], starts[index + 1])
         for k in range(size):
             yield call.binding.variables[index], call.binding.names[index], inputs.start + k, inputs
+
+
+_MAX_COMPARED_BYTES = 256 * 2**20
+
+
+def is_comparable_size(call: Call, traced: Traced) -> bool:
+    """False for a step too large for ``verify="auto"``: its state, or its batch on several processes."""
+    is_batch = [isinstance(value, PerReplica) for value in call.arguments.data]
+    start, state, batch = sum(traced.sizes[:2]), 0, 0
+    for k, aval in enumerate(traced.jaxpr.in_avals):
+        size = math.prod(aval.shape) * aval.dtype.itemsize
+        if 0 <= k - start < len(is_batch) and is_batch[k - start]:
+            batch += size * num_replicas(call.mesh)
+        else:
+            state += size
+    is_here = isinstance(call.mesh, AbstractMesh) or is_local(call.mesh)  # a plan is for no devices
+    return max(state, 0 if is_here else batch) < _MAX_COMPARED_BYTES
 
 
 def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -10,7 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from distribute_jax._errors import NotEqualError, log_once
+from distribute_jax._errors import (
+    ClusterError,
+    DeadlineExceededError,
+    NotEqualError,
+    log_once,
+)
 from distribute_jax._mesh import (
     first_replica,
     is_local,
@@ -18,6 +24,7 @@ from distribute_jax._mesh import (
     outside_mesh,
 )
 from distribute_jax._messages import listed
+from distribute_jax.processes import Job, job_of
 from distribute_jax.program._aggregation import Combine
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._compare import (
@@ -57,6 +64,7 @@ from distribute_jax.program._verify_outputs import (
 )
 from distribute_jax.program._verify_runs import (
     draws,
+    global_batches,
     on_one_device,
     with_equal_masks,
     with_equal_shares,
@@ -94,6 +102,7 @@ _EQUAL_SHARES = (
     "statistics of a share as those of batch norm, are not the difference."
 )
 
+_TOPIC = "the comparison with one device"
 _EXACT = 1e-9
 """More than the relative difference that sums in another order make in float64."""
 _MEAN = (
@@ -145,7 +154,7 @@ def _verify_auto(
 ) -> bool:
     """Compares the state after a training step; a step that cannot be compared passes."""
     try:
-        chosen = compared_outputs(call, entry, flat)
+        chosen = compared_outputs(call, entry)
         if not chosen and not (results_are_parts.get() and is_local(call.mesh)):
             return True
         fixed = with_fixed_draws(call, entry.program.traced)
@@ -158,6 +167,8 @@ def _verify_auto(
         lines, _ = comparison.differences()
         if lines and scales_by_number(call, entry, comparison.single):
             return True
+    except (ClusterError, DeadlineExceededError):  # another process diverged or ended
+        raise
     except Exception as error:  # the step may not accept the whole batch, or not fit on one device
         _log.debug("%s is not compared with one device: %r", entry.step, error)
         return True
@@ -219,6 +230,7 @@ class _Comparison:
         """
         entry.check_readable(flat)
         self.call, self.entry, self._strict = call, entry, chosen is None
+        self._job = job_of(call.mesh)
         self._replicas = num_replicas(call.mesh)
         self.chosen = chosen = every_output(entry) if chosen is None else chosen
         self._old = _old_inputs(call, entry)
@@ -226,15 +238,19 @@ class _Comparison:
         self.outs = entry.execute(copied(flat))
         # JAX refuses a second mesh within the scope of the mesh of all replicas.
         with outside_mesh(), components_on(entry.binding, first_replica(call.mesh)):
-            self._single_call, self.single = on_one_device(call, entry)
-            self._single_flat = self.single.flat_inputs(values, self._single_call.arguments)
-            one = as_read(self.single, self.single.execute(self.single.placed(self._single_flat)))
+            batches = global_batches(call)
+            one = _on_each(self._job, lambda: self._run_on_one_device(values, batches))
         many = as_read(entry, self.outs)
         self._native = _Outcomes(entry.execute, flat, self._before(flat), many, one)
         results = [k - entry.state_size for k in chosen if k >= entry.state_size]
         mirrored = all(entry.program.plan.mirrored[k] for k in results)
         if call.arguments.has_batch and not mirrored and entry.program.per_example is None:
             entry.program.per_example = per_example_results(call, entry)
+
+    def _run_on_one_device(self, values: Sequence[Any], batches: Sequence[Any]) -> list[Any]:
+        self._single_call, self.single = on_one_device(self.call, self.entry, batches)
+        self._single_flat = self.single.flat_inputs(values, self._single_call.arguments)
+        return as_read(self.single, self.single.execute(self.single.placed(self._single_flat)))
 
     def has_changed(self) -> bool:
         """True if the step changed a floating-point output that is compared."""
@@ -303,7 +319,7 @@ class _Comparison:
         many = as_read(self.entry, run(flat))
         with outside_mesh(), components_on(self.entry.binding, self.single.program.mesh):
             run_one, flat_one = in_float64(self._single_call, self.single, self._single_flat)
-            one = as_read(self.single, run_one(flat_one))
+            one = _on_each(self._job, lambda: as_read(self.single, run_one(flat_one)))
         exact = _Outcomes(run, flat, self._before(flat), many, one)
         unequal = self._unequal(exact, differing, _EXACT, 8 * self._spacing)
         if 2 * len(unequal) < len(self.chosen):
@@ -354,7 +370,7 @@ class _Comparison:
             verdict, text = self._compare_output(outcomes, k, left, relative, noise)
             if verdict is not Verdict.EQUAL and only in (None, verdict):
                 differing[k] = verdict, f"{names[k]}: {text}"
-        return differing
+        return _of_chief(self._job, differing)
 
     def _compare_output(
         self, outcomes: _Outcomes, k: int, left: Array, relative: float | None, noise: float
@@ -381,6 +397,29 @@ class _Comparison:
             text = f"changed by up to {many:.3g}, on one device by {one:.3g}, at values up to {size:.3g}"
             return verdict, text
         return verdict, _unequal_text(left, right, old, num_replicas(self.call.mesh))
+
+
+def _on_each(job: Job, run: Callable[[], list[Any]]) -> list[Any]:
+    """Runs something on each process; raises on all if it fails on one, so that none goes on alone."""
+    try:
+        outs, failure = jax.block_until_ready(run()), None
+    except Exception as error:
+        outs, failure = [], error
+    failures = job.exchange(_TOPIC, f"{failure!r}" if failure else "")
+    if failure:
+        raise failure
+    if any(failures):
+        raise RuntimeError("\n".join(failures))
+    return outs
+
+
+def _of_chief(job: Job, differing: _Differing) -> _Differing:
+    """Returns the verdicts of process 0, since another may round in other ways."""
+    if job.is_alone:
+        return differing
+    text = json.dumps([(k, verdict.name, line) for k, (verdict, line) in differing.items()])
+    first, *_ = job.exchange(_TOPIC, text)
+    return {k: (Verdict[name], line) for k, name, line in json.loads(first)}
 
 
 def _old_inputs(call: Call, entry: BoundProgram) -> list[int | None]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distribute_jax._mesh import put
+from distribute_jax._mesh import on_host, put
 from distribute_jax._messages import is_key
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._jaxprs import (
@@ -68,7 +68,7 @@ def in_float64(
 def _on_host(x: Any) -> Any:
     if is_key(x):
         return x
-    array = np.asarray(x)
+    array = on_host(x)
     # A Python int was traced as int32.
     narrow = isinstance(x, int) and not isinstance(x, bool)
     return array.astype(np.int32 if narrow else wide(array.dtype))

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from distribute_jax._errors import OutOfSyncError
 from distribute_jax._jax_private import read_raw, write_raw
-from distribute_jax._mesh import DATA, is_local, num_replicas
+from distribute_jax._mesh import DATA, num_replicas
 from distribute_jax._messages import listed
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.collectives._check_in_sync import out_of_sync
@@ -31,19 +31,16 @@ from distribute_jax.program._jaxprs import (
 )
 from distribute_jax.program._lowerings import returned_arguments
 from distribute_jax.program._program import Program
-from distribute_jax.program._trace import Call, Traced
+from distribute_jax.program._trace import Call, Traced, is_comparable_size
 from distribute_jax.program._undo import StepCounts
 from distribute_jax.program._verify_runs import draws, with_fixed_draws
 from distribute_jax.variables import Variable, VariableAggregation, aggregated, on_replicas
-
-_MAX_BYTES = 256 * 2**20
-"""State of this size and more is not compared by default."""
 
 _SIDE_EFFECTS = ("callback", "debug_print")
 """Parts of the names of primitives that must not run twice."""
 
 
-def compared_outputs(call: Call, entry: BoundProgram, flat: list[Any]) -> list[int]:
+def compared_outputs(call: Call, entry: BoundProgram) -> list[int]:
     """Returns the outputs that ``verify="auto"`` compares; none for a step that it does not compare.
 
     These are the state for the next step. Other results, and metrics, may be meant for each replica.
@@ -57,16 +54,12 @@ def compared_outputs(call: Call, entry: BoundProgram, flat: list[Any]) -> list[i
     batches = [v for v in call.arguments.data if isinstance(v, PerReplica)]
     if (
         not (trained or returned or _reads_batch(call, program.traced, state))
-        or not is_local(call.mesh)
+        or not is_comparable_size(call, program.traced)
         or any(v.layout is Layout.STACKED for v in batches)
         or has_effects(program.traced.jaxpr)
         or _has_side_effects(entry)
         or draws(with_fixed_draws(call, program.traced).jaxpr.jaxpr)
     ):
-        return []
-    batch = {id(v.global_array) for v in batches}
-    arrays = (x for x in flat if isinstance(x, jax.Array) and id(x) not in batch)
-    if sum(x.nbytes for x in arrays) >= _MAX_BYTES:
         return []
     return [*state, *returned]
 

@@ -8,7 +8,7 @@ same examples, and equal rows get equal numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
 from math import prod
@@ -25,6 +25,7 @@ from distribute_jax._mesh import (
     first_replica,
     local_copy_of_replicated,
     num_replicas,
+    put,
     split_sharding,
 )
 from distribute_jax._values import Layout, PerReplica
@@ -71,17 +72,25 @@ def _repeated(value: Any) -> Any:
     replicas, counts, [rows, *_] = num_replicas(value.mesh), value.counts, value.part_shape
     if counts and counts[0] < rows:
         raise ValueError(f"the share of the first replica has {counts[0]} examples")
-    every = np.concatenate([np.asarray(value.global_array)[:rows]] * replicas)
-    array = jax.device_put(every, value.global_array.sharding)
+    array = value.global_array
+    every = np.concatenate([np.asarray(local_copy_of_replicated(array))[:rows]] * replicas)
+    array = put(every, array.sharding)
     counts = counts and (rows,) * replicas
     return PerReplica(array, value.mesh, layout=Layout.JOINED, counts=counts)
 
 
-def on_one_device(call: Call, entry: BoundProgram) -> tuple[Call, BoundProgram]:
+def global_batches(call: Call) -> list[Any]:
+    """Returns the data of a call with the examples of all replicas as the share of a single replica."""
+    mesh = first_replica(call.mesh)
+    return [_global_batch(value, mesh) for value in call.arguments.data]
+
+
+def on_one_device(
+    call: Call, entry: BoundProgram, batches: Sequence[Any]
+) -> tuple[Call, BoundProgram]:
     """Returns the call on one device with the examples of all replicas, and its step."""
     mesh = first_replica(call.mesh)
-    batches = [_global_batch(value, mesh) for value in call.arguments.data]
-    arguments = call.arguments.with_data(batches)
+    arguments = call.arguments.with_data(list(batches))
     strategy = StandIn(call.strategy, 1)
     single = replace(call, arguments=arguments, mesh=mesh, strategy=strategy, runs_once=True)
     drawn, programs = entry.program.traced.drawn, entry.program.compared
@@ -96,7 +105,6 @@ def on_one_device(call: Call, entry: BoundProgram) -> tuple[Call, BoundProgram]:
 
 
 def _global_batch(value: Any, mesh: Any) -> Any:
-    """Returns the real examples of all replicas, as the share of a single replica."""
     if not isinstance(value, PerReplica):
         return value
     if value.layout is Layout.STACKED:

@@ -23,6 +23,7 @@ X = np.arange(15, dtype=np.float32).reshape(5, 3) / 10
 def values_in_job():
     strategy, me = strategy_of(2), jax.process_index()
     outcome = {"variables": variables(strategy), "checks": checks(strategy)}
+    outcome["default"] = compared_by_default(strategy)
 
     def longer(context):
         return np.ones(context.replica_id_in_sync_group + 1)
@@ -138,6 +139,49 @@ def checks(strategy):
     return outcome
 
 
+def compared_by_default(strategy):
+    """Returns what ``verify="auto"`` says of right and wrong steps, and what they left in the bias."""
+
+    def run(loss_of, bad=False, normalize=lambda model, h: h, reduction="sum"):
+        with strategy.scope():
+            model = nnx.Dict(
+                first=nnx.Linear(3, 4, rngs=nnx.Rngs(0)), norm=nnx.BatchNorm(4, rngs=nnx.Rngs(0)),
+                last=nnx.Linear(4, 1, rngs=nnx.Rngs(1)),
+            )  # fmt: skip
+            optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+        def step(x):
+            if bad and x.shape[0] == 4 and jax.process_index() == 1:
+                raise ValueError("the whole batch does not fit here")
+
+            def loss(model):
+                h = jax.nn.relu(normalize(model, model.first(x)))
+                return loss_of(model, jnp.square(model.last(h)[:, 0] - 1))
+
+            gradients = nnx.grad(loss)(model)
+            optimizer.update(model, dj.get_replica_context().all_reduce(reduction, gradients))
+
+        (batch,) = strategy.distribute_dataset([X[:4]])
+        options = dj.RunOptions(verify="auto")
+        error = message(lambda: strategy.run(step, args=(batch,), options=options))
+        return error, float(model.last.bias[0])
+
+    def part(model, losses):
+        return dj.compute_average_loss(losses)
+
+    def penalty(model, losses):
+        return part(model, losses) + jnp.sum(model.first.kernel[...] ** 2)
+
+    return {
+        "right": run(part),
+        "mean": run(lambda model, losses: losses.mean()),
+        "penalty": run(penalty),
+        "batch norm": run(part, normalize=lambda model, h: model.norm(h)),
+        "of parts": run(part, normalize=lambda model, h: model.norm(h), reduction="mean"),
+        "one cannot": run(part, bad=True),
+    }
+
+
 @pytest.fixture(scope="module")
 def two_by_two():
     """The results of two processes with two devices each."""
@@ -204,3 +248,18 @@ def test_steps_are_checked_against_one_device_and_against_padding(two_by_two):
         assert outcome["leaks"][0] == "PaddingLeakError"
         assert outcome["kept"]
         assert (outcome["seen"], outcome["still seen"]) == (5.0, 5.0)
+
+
+def test_steps_are_compared_with_one_device_by_default(two_by_two):
+    """Right ones train as in one process; if one process cannot compare a step, none does."""
+    alone = compared_by_default(saving_functions.strategy_of(1))
+    for outcome in [*(one["default"] for one in two_by_two), alone]:
+        for name in ("right", "batch norm", "one cannot"):
+            assert outcome[name][0] == ["nothing", ""]
+            assert outcome[name][1] == pytest.approx(alone[name][1], rel=1e-5) != 0
+        assert outcome["one cannot"] == outcome["right"]
+        for name, ratio in (("mean", "4.000"), ("penalty", ""), ("of parts", "0.250")):
+            (kind, text), bias = outcome[name]
+            assert kind == "NotEqualError"
+            assert ratio in text
+            assert bias == 0

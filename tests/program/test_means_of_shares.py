@@ -388,6 +388,24 @@ def test_gradients_of_a_mean_that_are_summed_are_logged_where_the_step_is_not_co
     assert ("at test_means_of_shares.py" in text) == (kind in SUMMED)
 
 
+@pytest.mark.parametrize("rows", [2**19, 2**21], ids=["compared", "too large to compare"])
+def test_gradients_of_a_mean_are_logged_for_a_model_that_is_too_large_to_compare(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, trace_only: Any, rows: int
+):
+    """An embedding of 64 MiB, and one of 256 MiB, whose first step nothing else checks."""
+    with s4.scope():
+        table = nnx.Embed(rows, 32, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(table, optax.sgd(0.1), wrt=nnx.Param)
+
+    def step(x: jax.Array) -> None:
+        tokens = (x[:, 0] > 0).astype(jnp.int32)
+        gradients = nnx.grad(lambda table: mean(table(tokens)))(table)
+        optimizer.update(table, all_reduce("sum", gradients))
+
+    texts = logged(caplog, lambda: trace_only(lambda: s4.run(step, args=(batch(s4),))))
+    assert ["4 times those of one device" in text for text in texts] == [True] * (rows == 2**21)
+
+
 def test_every_gradient_of_a_mean_is_recognised(
     s2: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
