@@ -6,14 +6,15 @@
 
 The first call traces, proves, compiles and runs the step. The comparison also compiles and runs it for one
 device, and in float64 if float32 does not decide; a step with dropout is compiled for the replicas once more,
-with equal masks. Each call is made with a new model and empty caches. Later
-calls are not compared.
+with equal masks, and one with batch norm runs on a batch with equal shares. Each call is made with a new
+model and empty caches. Later calls are not compared.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from benchmarks._workloads import CNN, DEEP, MLP, TRANSFORMER, Workload
 OFF, AUTO = "verify off", "verify auto"
 FLOAT64 = " (decided in float64)"
 DROPOUT = " (with dropout)"
+BATCH_NORM = " (with batch norm)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +70,24 @@ def tiny_steps() -> optax.GradientTransformation:
     return optax.sgd(1e-7)
 
 
-def with_dropout(work: Workload) -> Workload:
-    """Returns a workload with dropout after the model, so that any kind of input will do."""
+def with_layer(work: Workload, layer: Callable[[nnx.Rngs], nnx.Module]) -> Workload:
+    """Returns a workload with a layer after the model, so that any kind of input will do."""
 
     def model(rngs: nnx.Rngs) -> nnx.Module:
-        return nnx.Sequential(work.model(rngs), nnx.Dropout(0.1, rngs=rngs))
+        return nnx.Sequential(work.model(rngs), layer(rngs))
 
     return Workload(**{**vars(work), "model": model})
+
+
+class BatchNorm(nnx.Module):
+    """Batch norm of one channel, for outputs of any shape."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.BatchNorm(1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises all numbers together."""
+        return self.norm(x[..., None])[..., 0]
 
 
 def measure(options: Options) -> Log:
@@ -83,7 +96,12 @@ def measure(options: Options) -> Log:
     log.start()
     for case in there(options.cases, lambda case: case.replicas):
         tiny = Workload(**{**vars(case.work), "optimizer": tiny_steps})
-        works = {"": case.work, FLOAT64: tiny, DROPOUT: with_dropout(case.work)}
+        works = {
+            "": case.work,
+            FLOAT64: tiny,
+            DROPOUT: with_layer(case.work, lambda rngs: nnx.Dropout(0.1, rngs=rngs)),
+            BATCH_NORM: with_layer(case.work, BatchNorm),
+        }
         for name, work in ((case.work.name + suffix, work) for suffix, work in works.items()):
             calls = {
                 OFF: partial(first_call_seconds, work, case.replicas, "off"),

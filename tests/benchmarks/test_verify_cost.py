@@ -15,9 +15,9 @@ def test_a_measurement_has_the_first_call_with_and_without() -> None:
     options = verify_cost.Options(cases=(verify_cost.Case(work=TINY, replicas=2, rounds=1),))
     log, page, rows = answers_of(verify_cost.BENCHMARK, options)
     calls = [(r["workload"], r["column"]) for r in log.of("first call")]
-    suffixes = ("", verify_cost.FLOAT64, verify_cost.DROPOUT)
+    suffixes = ("", verify_cost.FLOAT64, verify_cost.DROPOUT, verify_cost.BATCH_NORM)
     works = [TINY.name + suffix for suffix in suffixes]
     assert calls == [(w, column) for w in works for column in (verify_cost.OFF, verify_cost.AUTO)]
     assert min(r["ms"] for r in log.of("first call")) > 1  # a compilation, not a look into a cache
     assert all(name in page and column in page for name, column in calls)
-    assert [row.column for row in rows] == [verify_cost.AUTO] * 3
+    assert [row.column for row in rows] == [verify_cost.AUTO] * 4
