@@ -82,6 +82,9 @@ INLINED = frozenset({"jit", "custom_jvp_call", "custom_vjp_call"})
 RANDOM = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform")
 """The primitives that draw random numbers."""
 
+SIDE_EFFECTS = ("callback", "debug_print")
+"""Parts of the names of primitives that must not run twice."""
+
 _AXES = ("axes", "axis_name")
 """The parameters in which collectives name axes."""
 

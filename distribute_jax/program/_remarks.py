@@ -16,7 +16,14 @@ from distribute_jax._mesh import DATA, num_replicas
 from distribute_jax._messages import is_key
 from distribute_jax._values import Layout, PerReplica, Share
 from distribute_jax.program._aggregation import MERGE_BY_TYPE, Combine, is_sum_of_old
-from distribute_jax.program._jaxprs import RANDOM, equations, line, names_axis, variables
+from distribute_jax.program._jaxprs import (
+    RANDOM,
+    SIDE_EFFECTS,
+    equations,
+    line,
+    names_axis,
+    variables,
+)
 from distribute_jax.program._mean_walk import (
     Combined,
     MixedRows,
@@ -218,9 +225,9 @@ def _combined_means(
 def _may_be_compared(call: Call, traced: Traced, combine: Sequence[Combine]) -> bool:
     """False for a step that ``verify="auto"`` may leave out: it is large, draws or keeps statistics."""
     names = {eqn.primitive.name for eqn in equations(traced.jaxpr.jaxpr)}
-    is_random = any(part in name for name in names for part in RANDOM)
-    keeps_statistics = not {Combine.MEAN, Combine.FIRST}.isdisjoint(combine)
-    return is_comparable_size(call, traced) and not is_random and not keeps_statistics
+    if any(part in name for name in names for part in (*RANDOM, *SIDE_EFFECTS)):
+        return False
+    return is_comparable_size(call, traced) and {Combine.MEAN, Combine.FIRST}.isdisjoint(combine)
 
 
 def _wrong_gradients(

@@ -23,6 +23,7 @@ from distribute_jax.program._binding import Binding
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._capture import captures
 from distribute_jax.program._jaxprs import (
+    SIDE_EFFECTS,
     equations,
     has_effects,
     is_literal,
@@ -35,9 +36,6 @@ from distribute_jax.program._trace import Call, Traced, is_comparable_size
 from distribute_jax.program._undo import StepCounts
 from distribute_jax.program._verify_runs import draws, with_fixed_draws
 from distribute_jax.variables import Variable, VariableAggregation, aggregated, on_replicas
-
-_SIDE_EFFECTS = ("callback", "debug_print")
-"""Parts of the names of primitives that must not run twice."""
 
 
 def compared_outputs(call: Call, entry: BoundProgram) -> list[int]:
@@ -130,7 +128,7 @@ def _equals_one_device(rule: Combine, variable: nnx.Variable[Any]) -> bool:
 
 def _has_side_effects(entry: BoundProgram) -> bool:
     names = {eqn.primitive.name for eqn in equations(entry.program.traced.jaxpr.jaxpr)}
-    return any(part in name for name in names for part in _SIDE_EFFECTS)
+    return any(part in name for name in names for part in SIDE_EFFECTS)
 
 
 def scales_by_number(call: Call, many: BoundProgram, one: BoundProgram) -> bool:
