@@ -17,6 +17,7 @@ from distribute_jax._messages import is_key
 from distribute_jax._values import Layout, PerReplica, Share
 from distribute_jax.program._aggregation import MERGE_BY_TYPE, Combine, is_sum_of_old
 from distribute_jax.program._jaxprs import (
+    PRINTS,
     RANDOM,
     SIDE_EFFECTS,
     equations,
@@ -224,7 +225,7 @@ def _combined_means(
 
 def _may_be_compared(call: Call, traced: Traced, combine: Sequence[Combine]) -> bool:
     """False for a step that ``verify="auto"`` may leave out: it is large, draws or keeps statistics."""
-    names = {eqn.primitive.name for eqn in equations(traced.jaxpr.jaxpr)}
+    names = {eqn.primitive.name for eqn in equations(traced.jaxpr.jaxpr)} - PRINTS
     if any(part in name for name in names for part in (*RANDOM, *SIDE_EFFECTS)):
         return False
     return is_comparable_size(call, traced) and {Combine.MEAN, Combine.FIRST}.isdisjoint(combine)

@@ -50,13 +50,14 @@ def compared_outputs(call: Call, entry: BoundProgram) -> list[int]:
     kinds = nnx.Param, nnx.OptState
     trained = any(isinstance(v, kinds) or _is_optimizer_state(v) for v in entry.outputs)
     batches = [v for v in call.arguments.data if isinstance(v, PerReplica)]
+    jaxpr = with_fixed_draws(call, program.traced).jaxpr
     if (
         not (trained or returned or _reads_batch(call, program.traced, state))
         or not is_comparable_size(call, program.traced)
         or any(v.layout is Layout.STACKED for v in batches)
-        or has_effects(program.traced.jaxpr)
-        or _has_side_effects(entry)
-        or draws(with_fixed_draws(call, program.traced).jaxpr.jaxpr)
+        or has_effects(jaxpr)
+        or _has_side_effects(jaxpr)
+        or draws(jaxpr.jaxpr)
     ):
         return []
     return [*state, *returned]
@@ -126,8 +127,8 @@ def _equals_one_device(rule: Combine, variable: nnx.Variable[Any]) -> bool:
     return not counts and rule is Combine.MIRRORED
 
 
-def _has_side_effects(entry: BoundProgram) -> bool:
-    names = {eqn.primitive.name for eqn in equations(entry.program.traced.jaxpr.jaxpr)}
+def _has_side_effects(closed: Any) -> bool:
+    names = {eqn.primitive.name for eqn in equations(closed.jaxpr)}
     return any(part in name for name in names for part in SIDE_EFFECTS)
 
 

@@ -32,7 +32,7 @@ from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._compare import real_rows
-from distribute_jax.program._jaxprs import RANDOM, RenamedAxis, equations, with_inner
+from distribute_jax.program._jaxprs import PRINTS, RANDOM, RenamedAxis, equations, with_inner
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import build
@@ -97,7 +97,7 @@ def on_one_device(
     key = drawn, tuple(np.shape(getattr(v, "global_array", v)) for v in batches)
     if key not in programs:
         options = RunOptions(check_sync=False, donate_state=False, verify="off")
-        traced = trace(single)
+        traced = without_prints(trace(single))
         if drawn is not None:
             traced = with_equal_draws(single, traced, drawn) if drawn else with_equal_masks(traced)
         programs[key] = build(single, options, Replicas(mesh), traced=traced)
@@ -118,9 +118,17 @@ def _global_batch(value: Any, mesh: Any) -> Any:
 
 
 def with_fixed_draws(call: Call, traced: Traced) -> Traced:
-    """Returns a step with equal masks, or else with equal draws."""
+    """Returns a step with equal masks, or else with equal draws, that prints nothing."""
+    traced = without_prints(traced)
     masks = with_equal_masks(traced)
     return with_equal_draws(call, traced) if draws(masks.jaxpr.jaxpr) else masks
+
+
+def without_prints(traced: Traced) -> Traced:
+    """Returns a step without ``jax.debug.print`` and its like; the same step if there are none."""
+    if PRINTS.isdisjoint(eqn.primitive.name for eqn in equations(traced.jaxpr.jaxpr)):
+        return traced
+    return replace(traced, jaxpr=_WithoutPrints(DATA, DATA).closed(traced.jaxpr))
 
 
 def with_equal_masks(traced: Traced) -> Traced:
@@ -211,6 +219,15 @@ class _DrawWalk(Walk):
     def _met(self, mark: int) -> int:
         self.only_masks &= mark & (_DATA | _DRAWN) != _DATA | _DRAWN
         return mark
+
+
+class _WithoutPrints(RenamedAxis):
+    """Removes what only looks at values."""
+
+    dropped = PRINTS
+
+    def effects(self, of: Any) -> Any:
+        return {e for e in of.effects if not type(e).__name__.endswith("DebugEffect")}
 
 
 class _FixedDraws(RenamedAxis):

@@ -12,6 +12,7 @@ import optax
 import pytest
 from cases import long
 from flax import nnx
+from jax.experimental import io_callback
 
 import distribute_jax as dj
 from distribute_jax.program import _verify as checked
@@ -103,6 +104,32 @@ def test_a_correct_step_is_compared_once_and_logs_nothing(
                 s4.run_steps(step, iterator, steps=steps)
     assert traces == [4, 16, 2]
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("is_right", [False, True])
+def test_a_step_that_prints_is_compared_and_prints_once(s4: dj.MirroredStrategy, is_right: bool):
+    """In loops and branches too; a print is what one adds to a step in which something is wrong."""
+    model, optimizer = classifier(s4, optax.sgd(0.1))
+    printed = list[float]()
+
+    def step(x: jax.Array, y: jax.Array) -> None:
+        def again(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
+            jax.lax.cond(row[0] > 9, lambda: jax.debug.print("large", ordered=False), lambda: None)
+            return total + row.sum(), None
+
+        total, _ = jax.lax.scan(again, jnp.zeros(()), x)
+        jax.debug.callback(lambda value: printed.append(float(value)), total)
+        mean = dj.compute_average_loss if is_right else jnp.mean
+        optimizer.update(model, nnx.grad(lambda m: mean(losses(m, x, y)))(model))
+
+    (batch,) = s4.distribute_dataset([(X, Y)])
+    if is_right:
+        s4.run(step, args=batch)
+    else:
+        with pytest.raises(dj.NotEqualError, match=r"4.000 times that on one device"):
+            s4.run(step, args=batch)
+    jax.effects_barrier()
+    assert len(printed) == 4 * is_right
 
 
 @pytest.mark.exhaustive
@@ -252,8 +279,8 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
         keys = jax.lax.while_loop(lambda k: jax.random.uniform(k[1]) < 0.5, again, first)
         train(x * jax.random.bernoulli(keys[1], 0.9, x.shape), y)
 
-    def prints(x: jax.Array, y: jax.Array) -> None:
-        jax.debug.callback(lambda _: None, x.sum())
+    def calls(x: jax.Array, y: jax.Array) -> None:
+        io_callback(lambda _: None, None, x.sum())
         train(x, y)
 
     def divides(x: jax.Array, y: jax.Array) -> None:  # right, though one device divides as well
@@ -266,7 +293,7 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
         "draws latents": lambda x, y: train(x + rngs.normal((4, 8)).mean(0), y),
         "draws until a number is large": until_large,
         "has a value of each replica": lambda x, y, ids: train(x + ids, y),
-        "prints": prints,
+        "calls Python": calls,
         "takes shares of one size": refuse,
         "divides by another number": divides,
         "does not train": lambda x, _: context().all_reduce("sum", (model(x).T @ model(x)) ** 2),
@@ -282,7 +309,7 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
         pytest.param("draws latents", marks=pytest.mark.exhaustive),
         "draws until a number is large",
         "has a value of each replica",
-        "prints",
+        "calls Python",
         "takes shares of one size",
         "divides by another number",
         "does not train",
