@@ -228,6 +228,9 @@ def _may_be_compared(call: Call, traced: Traced, combine: Sequence[Combine]) -> 
     names = {eqn.primitive.name for eqn in equations(traced.jaxpr.jaxpr)} - PRINTS
     if any(part in name for name in names for part in (*RANDOM, *SIDE_EFFECTS)):
         return False
+    batches = [v for v in call.arguments.data if isinstance(v, PerReplica)]
+    if any(v.layout is Layout.STACKED for v in batches):
+        return False
     return is_comparable_size(call, traced) and {Combine.MEAN, Combine.FIRST}.isdisjoint(combine)
 
 

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_310,
-    lines_of_tests: 51_859,
+    lines: 52_347,
+    lines_of_tests: 51_895,
     files: 205,
     pieces: 0,
     private_words: 0,

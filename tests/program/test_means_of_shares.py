@@ -389,27 +389,29 @@ def test_gradients_of_a_mean_that_are_summed_are_logged_where_the_step_is_not_co
     assert ("at test_means_of_shares.py" in text) == (kind in SUMMED)
 
 
-@pytest.mark.parametrize("why", ["a callback", "its size", ""])
-def test_so_are_those_of_a_step_that_calls_python_or_is_large(
+@pytest.mark.parametrize("why", ["a callback", "its size", "a value of each replica", ""])
+def test_so_are_those_of_a_step_that_cannot_run_twice_or_on_one_device(
     s4: dj.MirroredStrategy,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     trace_only: Any,
     why: str,
 ):
-    """A callback may not run twice, and a large model not a second time on one device."""
+    """With a callback, a model that is large, or a value that one device has no equivalent of."""
     if why == "its size":
         monkeypatch.setattr("distribute_jax.program._trace._MAX_COMPARED_BYTES", 16)
     with s4.scope():
         net = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
         optimizer = dj.Optimizer(net, optax.sgd(0.1))
 
-    def step(x: jax.Array) -> None:
+    def step(x: jax.Array, value: Any) -> None:
         if why == "a callback":
             io_callback(lambda: None, None)
         optimizer.update(net, nnx.grad(lambda net: mean(net(x)))(net))
 
-    texts = logged(caplog, lambda: trace_only(lambda: s4.run(step, args=(batch(s4),))))
+    value = s4.experimental_distribute_values_from_function(lambda context: np.float32(1))
+    args = batch(s4), value if why == "a value of each replica" else 1
+    texts = logged(caplog, lambda: trace_only(lambda: s4.run(step, args=args)))
     assert any("gradients of the mean" in text for text in texts) == bool(why)
 
 
