@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.extend.core as jex_core
@@ -82,21 +82,12 @@ INLINED = frozenset({"jit", "custom_jvp_call", "custom_vjp_call"})
 RANDOM = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform")
 """The primitives that draw random numbers."""
 
-SIDE_EFFECTS = ("callback", "debug_print")
-"""Parts of the names of primitives that must not run twice."""
-
-PRINTS = frozenset({"debug_callback", "debug_print"})
-"""Those that only look at values: a step computes the same without them."""
-
 _AXES = ("axes", "axis_name")
 """The parameters in which collectives name axes."""
 
 
 class RenamedAxis:
     """Renames an axis in every collective; a jaxpr that is shared stays shared."""
-
-    dropped: ClassVar[frozenset[str]] = frozenset()
-    """The primitives, without results, that are removed."""
 
     def __init__(self, old: str, new: str) -> None:
         self._old, self._new = old, new
@@ -108,14 +99,13 @@ class RenamedAxis:
 
     def _jaxpr(self, jaxpr: Any) -> Any:
         if id(jaxpr) not in self._known:
-            kept = (eqn for eqn in jaxpr.eqns if eqn.primitive.name not in self.dropped)
-            eqns = list(map(self.equation, kept))
+            eqns = [kept for eqn in jaxpr.eqns if (kept := self.equation(eqn)) is not None]
             new = jaxpr.replace(eqns=eqns, effects=self.effects(jaxpr))
             self._known[id(jaxpr)] = jaxpr, new  # the reference keeps the id from being reused
         return self._known[id(jaxpr)][1]
 
     def equation(self, eqn: Any) -> Any:
-        """Returns an equation with the new name, in its bodies too."""
+        """Returns an equation with the new name, in its bodies too; None removes it."""
         params = {
             key: jax.tree.map(self._axis if key in _AXES else self._inner, value)
             for key, value in eqn.params.items()

@@ -17,9 +17,7 @@ from distribute_jax._messages import is_key
 from distribute_jax._values import Layout, PerReplica, Share
 from distribute_jax.program._aggregation import MERGE_BY_TYPE, Combine, is_sum_of_old
 from distribute_jax.program._jaxprs import (
-    PRINTS,
     RANDOM,
-    SIDE_EFFECTS,
     equations,
     line,
     names_axis,
@@ -45,7 +43,14 @@ from distribute_jax.program._remark_walks import (
     parts_of_means,
 )
 from distribute_jax.program._replication import MIRRORED, Mark
-from distribute_jax.program._trace import Call, Traced, is_comparable_size, state_outputs
+from distribute_jax.program._trace import (
+    PRINTS,
+    SIDE_EFFECTS,
+    Call,
+    Traced,
+    is_comparable_size,
+    state_outputs,
+)
 from distribute_jax.program._trace_errors import step_name
 from distribute_jax.variables import Variable, VariableAggregation
 

@@ -170,6 +170,12 @@ def state_outputs(
             yield call.binding.variables[index], call.binding.names[index], inputs.start + k, inputs
 
 
+SIDE_EFFECTS = ("callback", "debug_print")
+"""Parts of the names of primitives that must not run twice."""
+
+PRINTS = frozenset({"debug_callback", "debug_print"})
+"""Those that only look at values: a step computes the same without them."""
+
 _MAX_COMPARED_BYTES = 256 * 2**20
 
 

@@ -23,7 +23,6 @@ from distribute_jax.program._binding import Binding
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._capture import captures
 from distribute_jax.program._jaxprs import (
-    SIDE_EFFECTS,
     equations,
     has_effects,
     is_literal,
@@ -32,7 +31,7 @@ from distribute_jax.program._jaxprs import (
 )
 from distribute_jax.program._lowerings import returned_arguments
 from distribute_jax.program._program import Program
-from distribute_jax.program._trace import Call, Traced, is_comparable_size
+from distribute_jax.program._trace import SIDE_EFFECTS, Call, Traced, is_comparable_size
 from distribute_jax.program._undo import StepCounts
 from distribute_jax.program._verify_runs import draws, with_fixed_draws
 from distribute_jax.variables import Variable, VariableAggregation, aggregated, on_replicas

@@ -32,11 +32,11 @@ from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._compare import real_rows
-from distribute_jax.program._jaxprs import PRINTS, RANDOM, RenamedAxis, equations, with_inner
+from distribute_jax.program._jaxprs import RANDOM, RenamedAxis, equations, with_inner
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import build
-from distribute_jax.program._trace import Call, StandIn, Traced, trace
+from distribute_jax.program._trace import PRINTS, Call, StandIn, Traced, trace
 from distribute_jax.program._walk import STRUCTURE, Marks, Walk
 
 
@@ -224,7 +224,8 @@ class _DrawWalk(Walk):
 class _WithoutPrints(RenamedAxis):
     """Removes what only looks at values."""
 
-    dropped = PRINTS
+    def equation(self, eqn: Any) -> Any:
+        return None if eqn.primitive.name in PRINTS else super().equation(eqn)
 
     def effects(self, of: Any) -> Any:
         return {e for e in of.effects if not type(e).__name__.endswith("DebugEffect")}

@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_347,
+    lines: 52_348,
     lines_of_tests: 51_895,
     files: 205,
     pieces: 0,
