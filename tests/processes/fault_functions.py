@@ -22,10 +22,10 @@ def make_strategy(**options):
     return dj.MultiWorkerMirroredStrategy(cluster_options=dj.ClusterOptions(**timeouts | options))
 
 
-def make_step(strategy, *, width=2, rate=0.1):
+def make_step(strategy, *, width=2, rate=0.1, momentum=None):
     with strategy.scope():
         model = nnx.Linear(4, width, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, optax.sgd(rate, momentum=0.9), wrt=nnx.Param)
+        optimizer = nnx.Optimizer(model, optax.sgd(rate, momentum), wrt=nnx.Param)
 
     def step(x):
         loss, gradients = nnx.value_and_grad(
@@ -123,7 +123,7 @@ def differing():
         lambda: run(lambda x: x + me, (odd,)),
         lambda: run(lambda x, rows: x.sum() + rows.sum(), (x, rows)),
         lambda: run(lambda x: x + 2, (x,), options=verify),
-        lambda: sharded.run(make_step(sharded, width=1 << 16)[0], (x,)),
+        lambda: sharded.run(make_step(sharded, width=1 << 16, momentum=0.9)[0], (x,)),
         lambda: with_bits_of(me)(run)(lambda x: x + 3, (x,)),
     ):
         try:
