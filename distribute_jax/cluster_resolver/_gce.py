@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from distribute_jax._checks import importing, refuse
+from distribute_jax._checks import importing
 from distribute_jax._errors import ArgumentTypeError, ClusterError, ServiceError
 from distribute_jax.cluster_resolver._base import ClusterResolver, ClusterSpec
 
@@ -189,8 +189,6 @@ class GCEClusterResolver(ClusterResolver):
         *,
         timeout: float = 10.0,
     ) -> None:
-        if service is not None and not hasattr(service, "instanceGroups"):
-            refuse("GCEClusterResolver: service", "a client of the Compute Engine API", service)
         self._place = {"project": project, "zone": zone}
         self._group = instance_group
         self._port = port

@@ -22,7 +22,6 @@ from urllib.parse import quote, urlsplit
 
 import jax
 
-from distribute_jax._checks import refuse
 from distribute_jax._errors import ArgumentError, ClusterError, ServiceError
 from distribute_jax.cluster_resolver._base import ClusterResolver, ClusterSpec
 from distribute_jax.cluster_resolver._gce import google_service, metadata_server
@@ -121,8 +120,6 @@ class TPUClusterResolver(ClusterResolver):
         self._zone = zone
         self._project = project
         self._credentials = credentials
-        if service is not None and not hasattr(service, "projects"):
-            refuse("TPUClusterResolver: service", "a client of the Cloud TPU API", service)
         self._service = service
         self._discovery_url = discovery_url
         self._job_name = self._task_type = job_name
