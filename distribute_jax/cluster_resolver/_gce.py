@@ -37,15 +37,12 @@ class Service:
     def json(self, path: str, body: Any = None) -> dict[str, Any]:
         response = self._ask(path, body)
         try:
-            answer = response.json()
-        except ValueError:
-            answer = None
-        if not isinstance(answer, dict):
+            return dict(response.json())
+        except (ValueError, TypeError):
             raise ClusterError(
                 f"{self.name}: {self.root}{path} answered {response.text!r:.200}, which is not a JSON "
                 f"object. {self.hint}"
-            )
-        return answer
+            ) from None
 
     def _ask(self, path: str, body: Any) -> Any:
         method, url = ("GET" if body is None else "POST"), self.root + path

@@ -259,25 +259,20 @@ class LaunchedClusterResolver(RankClusterResolver):
 @functools.cache
 def _publish_address(file: Path, host: str) -> str:
     """Picks the port on which process 0 listens, once per process, and writes it for the others."""
-    address = _free_address(host)
-    part = file.with_name(f".{file.name}-{os.getpid()}")
-    part.write_text(address)
-    part.replace(file)  # atomic: no process reads half an address
-    return address
-
-
-def _free_address(host: str) -> str:
     try:
         # Unlike gRPC's own bind, which sets SO_REUSEPORT, this one fails if another job listens there.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, 0), family=family) as probe:
-            port = probe.getsockname()[1]
+            address = host_port(host, probe.getsockname()[1])
     except OSError as error:
         raise ClusterError(
             f"LaunchedClusterResolver: process 0 cannot listen on {host!r} ({HOST}): {error}. It must be "
             "an address of this machine."
         ) from error
-    return host_port(host, port)
+    part = file.with_name(f".{file.name}-{os.getpid()}")
+    part.write_text(address)
+    part.replace(file)  # atomic: no process reads half an address
+    return address
 
 
 class SageMakerClusterResolver(ClusterResolver):
