@@ -35,7 +35,7 @@ from distribute_jax.program._part import as_key, as_numbers, export_part
 from distribute_jax.servers._coordinator import Coordinator
 from distribute_jax.servers._state import Program
 from distribute_jax.servers._updates import Key
-from distribute_jax.servers._wire import Connection, Message, WireError, pair
+from distribute_jax.servers._wire import Connection, Message, WireError
 from distribute_jax.servers._worker import Order, run
 
 _SECONDS_TO_END = 10.0
@@ -198,7 +198,7 @@ class _Child(Connection):
         return None
 
     def connect(self, number: int, server: _Child) -> None:
-        ours, theirs = pair()
+        ours, theirs = socket.socketpair()
         with ours, theirs:
             with suppress(WireError):
                 server.send(Message("link", ends=[theirs.fileno()]))
@@ -221,7 +221,7 @@ class _ForkServer:
         self._control = self._started()
 
     def _started(self) -> Connection:
-        here, there = pair()
+        here, there = socket.socketpair()
         path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
         environment = {
             **os.environ,
@@ -246,7 +246,7 @@ class _ForkServer:
 
     def child(self, kind: str, number: int) -> _Child:
         """Returns a new worker or server; its number does not matter on this machine."""
-        here, there = pair()
+        here, there = socket.socketpair()
         with self._lock, there:
             message = Message(kind, ends=[there.fileno()])
             try:

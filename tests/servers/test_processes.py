@@ -30,7 +30,7 @@ from distribute_jax.coordinator import ClusterCoordinator
 from distribute_jax.servers import _engines
 from distribute_jax.servers._coordinator import Coordinator
 from distribute_jax.servers._engines import WorkerLostError
-from distribute_jax.servers._wire import Connection, Message, WireError, pair
+from distribute_jax.servers._wire import Connection, Message, WireError
 
 SECONDS = 120
 
@@ -475,7 +475,7 @@ def test_a_start_that_fails_is_an_error_and_join_waits_for_no_answer(
 
 def test_a_run_whose_worker_ends_is_lost() -> None:
     """Also where the step returns nothing, so that its last message could be taken for the results."""
-    here, there = pair()
+    here, there = socket.socketpair()
     worker = _engines._Worker(_engines._Child(SimpleNamespace(kill=id), 0, here), [], None)  # type: ignore[arg-type]
     halves = SimpleNamespace(worker=SimpleNamespace(values=[], returns=[]), results_at=[])
     program = SimpleNamespace(name="step", bound=SimpleNamespace(halves=halves))
@@ -511,7 +511,7 @@ def test_no_process_starts_after_the_strategy_has_ended(monkeypatch: pytest.Monk
 
     def started(_: Any) -> Connection:
         assert not controls, "a process was started"
-        controls.append(pair())
+        controls.append(socket.socketpair())
         return Connection(controls[-1][0])
 
     monkeypatch.setattr(_engines._ForkServer, "_started", started)
@@ -520,7 +520,7 @@ def test_no_process_starts_after_the_strategy_has_ended(monkeypatch: pytest.Monk
     with pytest.raises(WireError):
         fork_server.child("worker", 0)
     controls[0][1].close()
-    here, there = pair()
+    here, there = socket.socketpair()
     with there:
         child = _engines._Child(fork_server, 0, here)
         child.end()
