@@ -34,8 +34,6 @@ _RETRY_SECONDS = 0.1
 _LOOK_SECONDS = 0.5
 """How often process 0 looks for processes that have ended."""
 _BACKOFF_SECONDS = 0.01
-_MAX_IDLE_CONNECTIONS = 256
-"""Open connections without a message, besides one for each process."""
 
 _KINDS: Mapping[Any, type[Exception]] = {
     kind.__name__: kind for kind in (DeadlineExceededError, ProcessesDifferError)
@@ -155,14 +153,15 @@ class _Server:
             self._accept()
 
     def _accept(self) -> None:
-        waiting = [key for key in self._selector.get_map().values() if key.data is not None]
         try:
             connection, _ = self._listener.accept()
         except OSError:  # it was closed, or there are no descriptors left
-            self._drop(waiting[:1])
+            waiting = [key for key in self._selector.get_map().values() if key.data is not None]
+            for key in waiting[:1]:  # without a message: a process of the job sends one at once
+                self._selector.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]
             time.sleep(_BACKOFF_SECONDS)
             return
-        self._drop(waiting[: len(waiting) - self._count - _MAX_IDLE_CONNECTIONS])
         connection.settimeout(_GREETING_SECONDS)
         try:
             connection.sendall(GREETING)
@@ -170,12 +169,6 @@ class _Server:
             connection.close()
             return
         self._selector.register(connection, selectors.EVENT_READ, bytearray())
-
-    def _drop(self, silent: list[selectors.SelectorKey]) -> None:
-        """Closes connections without a message: a process of the job sends one at once."""
-        for key in silent:
-            self._selector.unregister(key.fileobj)
-            key.fileobj.close()  # type: ignore[union-attr]
 
     def _receive(self, key: selectors.SelectorKey) -> None:
         connection: Any = key.fileobj
