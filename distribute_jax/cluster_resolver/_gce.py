@@ -151,7 +151,7 @@ class GCEClusterResolver(ClusterResolver):
         zone: the zone of the group.
         instance_group: its name.
         port: the port of every task.
-        task_type: the job of all instances; it cannot be changed later.
+        task_type: the job of all instances.
         task_id: the index of this process; if None, the metadata server is asked for its address.
         rpc_layer: put in front of addresses.
         credentials: ``"default"`` for those of this machine, None, a token, or credentials of google.auth.
@@ -205,18 +205,6 @@ class GCEClusterResolver(ClusterResolver):
                 "running. Start the group, or check its name."
             )
         return ClusterSpec({self._job: addresses})
-
-    @property
-    def task_type(self) -> str | None:
-        """The job of all instances. Setting it is a ``RuntimeError``."""
-        return self._task_type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        raise ClusterError(
-            "You cannot reset the task_type of the GCEClusterResolver after it has been created. Pass "
-            f"GCEClusterResolver(..., task_type={task_type!r})."
-        )
 
     def _detected_task(self) -> tuple[str | None, int | None]:
         ip = metadata_server(self._timeout).text("/instance/network-interfaces/0/ip").strip()

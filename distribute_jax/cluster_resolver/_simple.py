@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distribute_jax._errors import ArgumentError, ArgumentTypeError, TaskConflictError
+from distribute_jax._errors import ArgumentError, TaskConflictError
 from distribute_jax.cluster_resolver._base import ClusterResolver, ClusterSpec, with_layer
 
 
@@ -84,7 +84,6 @@ class UnionResolver(ClusterResolver):
 
     Raises:
         ArgumentError: no resolver was given; a ``ValueError``.
-        ArgumentTypeError: one of them is not a ``ClusterResolver``; a ``TypeError``.
 
     Example:
         >>> import distribute_jax as dj
@@ -108,11 +107,6 @@ class UnionResolver(ClusterResolver):
             raise ArgumentError(
                 "UnionResolver: at least one ClusterResolver is required; got none."
             )
-        for resolver in resolvers:
-            if not isinstance(resolver, ClusterResolver):
-                raise ArgumentTypeError(
-                    f"UnionResolver: all arguments must be ClusterResolvers; got {resolver!r:.200}."
-                )
         self._resolvers = resolvers
         self._task_type = task_type
         self._task_id = task_id

@@ -112,8 +112,6 @@ def test_unusable_groups_raise(google):
         _group().cluster_spec()
     with pytest.raises(TypeError, match="or google-auth"):
         _group(credentials=3).cluster_spec()
-    with pytest.raises(RuntimeError, match="You cannot reset the task_type"):
-        _group().task_type = "ps"
 
 
 @pytest.mark.parametrize("text", ["", "a:b", "a:1:", "a,,b"])
