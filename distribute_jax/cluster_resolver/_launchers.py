@@ -27,7 +27,6 @@ from distribute_jax.cluster_resolver._base import (
     ClusterResolver,
     ClusterSpec,
     host_port,
-    with_port,
 )
 
 
@@ -92,13 +91,9 @@ class TorchrunClusterResolver(RankClusterResolver):
     _hint = "Start the program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT yourself."
 
     def _first_address(self) -> str:
-        host, port = self._variable("MASTER_ADDR"), self._number("MASTER_PORT")
-        if not host or not 0 < port < 65535:
-            raise ClusterError(
-                f"TorchrunClusterResolver: MASTER_ADDR={host!r} and MASTER_PORT={port} must be the host "
-                "of rank 0 and a port from 1 to 65534."
-            )
-        return host_port(host, port + (os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"))
+        port = self._number("MASTER_PORT")
+        port += os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return host_port(self._variable("MASTER_ADDR"), port)
 
 
 SIZE = "OMPI_COMM_WORLD_SIZE"
@@ -238,9 +233,7 @@ class LaunchedClusterResolver(RankClusterResolver):
         file = Path(self._variable(JOB_FOLDER)) / f"coordinator-{self._number(ATTEMPT)}"
         if self.process_id == 0:
             return _publish_address(file, self._variable(HOST))
-        return with_port(
-            self._wait_for(file), f"LaunchedClusterResolver: process 0 wrote to {file}"
-        )
+        return self._wait_for(file)
 
     def _wait_for(self, file: Path) -> str:
         limit = time.monotonic() + self._timeout
