@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
+from distribute_jax._checks import converting
 from distribute_jax._errors import ClusterError
 from distribute_jax._supervision import (
     ATTEMPT,
@@ -279,7 +280,8 @@ class SageMakerClusterResolver(ClusterResolver):
         environment: the value of ``environment``.
 
     Raises:
-        ClusterError: at a call: a variable is missing or malformed; a ``RuntimeError``.
+        ClusterError: at a call: a variable is missing; a ``RuntimeError``.
+        ArgumentError: at a call: a variable is malformed; a ``ValueError``.
 
     Example:
         >>> import distribute_jax as dj, os
@@ -329,13 +331,5 @@ class SageMakerClusterResolver(ClusterResolver):
 
     def _hosts(self) -> list[str]:
         text = self._variable("SM_HOSTS")
-        try:
-            hosts = json.loads(text)
-        except json.JSONDecodeError:
-            hosts = None
-        if not isinstance(hosts, list) or not hosts or not all(isinstance(h, str) for h in hosts):
-            raise ClusterError(
-                f"SageMakerClusterResolver: SM_HOSTS={text!r:.200} must be a JSON list of hosts, such as "
-                '["algo-1", "algo-2"].'
-            )
-        return sorted(hosts)
+        with converting("SM_HOSTS", text, 'a JSON list of hosts, such as ["algo-1", "algo-2"]'):
+            return sorted(json.loads(text))

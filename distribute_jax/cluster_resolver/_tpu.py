@@ -259,7 +259,8 @@ def _is_in_environment() -> bool:
 def _slice_of_metadata(timeout: float) -> _Slice:
     server = metadata_server(timeout)
     number = server.text(f"{_ATTRIBUTES}agent-worker-number").strip()
-    hosts = parse_endpoints(server.text(f"{_ATTRIBUTES}worker-network-endpoints"))
+    endpoints = server.text(f"{_ATTRIBUTES}worker-network-endpoints").strip().split(",")
+    hosts = tuple(endpoint.rpartition(":")[2] for endpoint in endpoints)
     try:
         lines = server.text(f"{_ATTRIBUTES}tpu-env").splitlines()
         pairs = [line.partition(":") for line in lines if ":" in line]
@@ -291,17 +292,3 @@ def _slice(hosts: tuple[str, ...], host_id: str, variables: Mapping[str, str]) -
     if coordinator := variables.get(COORDINATOR, "").partition(":")[0]:
         addresses[0] = f"{coordinator}:{_PORT}"
     return _Slice(addresses, first, host)
-
-
-def parse_endpoints(text: str) -> tuple[str, ...]:
-    """Returns the hosts of ``worker-network-endpoints``."""
-    hosts = []
-    for endpoint in text.strip().split(","):
-        parts = endpoint.split(":")
-        if len(parts) not in {1, 3} or not parts[-1]:
-            raise ClusterError(
-                f"The metadata server names the hosts of this TPU as {text!r:.200}, which is neither "
-                "a list of names nor of name:port:address."
-            )
-        hosts.append(parts[-1])
-    return tuple(hosts)

@@ -10,7 +10,6 @@ import pytest
 from google.oauth2.credentials import Credentials
 
 from distribute_jax.cluster_resolver import GCEClusterResolver, TPUClusterResolver
-from distribute_jax.cluster_resolver._tpu import parse_endpoints
 
 META = "/computeMetadata/v1"
 GROUP = "/compute/v1/projects/p/zones/z/instanceGroups/g/listInstances"
@@ -112,12 +111,6 @@ def test_unusable_groups_raise(google):
         _group().cluster_spec()
     with pytest.raises(TypeError, match="or google-auth"):
         _group(credentials=3).cluster_spec()
-
-
-@pytest.mark.parametrize("text", ["", "a:b", "a:1:", "a,,b"])
-def test_malformed_endpoints_raise(text):
-    with pytest.raises(RuntimeError, match="neither a list of names nor of name:port:address"):
-        parse_endpoints(text)
 
 
 def _attributes(server, **values):

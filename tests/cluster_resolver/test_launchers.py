@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import distribute_jax as dj
 from distribute_jax.cluster_resolver import (
     OpenMPIClusterResolver,
     SageMakerClusterResolver,
@@ -140,12 +141,12 @@ def test_sage_maker_sorts_its_hosts_by_name(launched):
     [
         ({"SM_HOSTS": None}, "SM_HOSTS not found"),
         ({"SM_HOSTS": "algo-1"}, "must be a JSON list of hosts"),
-        ({"SM_HOSTS": "[]"}, "must be a JSON list of hosts"),
+        ({"SM_HOSTS": "[]"}, "SM_CURRENT_HOST='algo-1' is not one of the hosts"),
         ({"SM_CURRENT_HOST": "algo-3"}, "SM_CURRENT_HOST='algo-3' is not one of the hosts"),
         ({"SM_CURRENT_HOST": None}, "SM_CURRENT_HOST=None is not one of the hosts"),
     ],
 )
 def test_malformed_sage_maker_variables_are_named(launched, change, says):
     launched({"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-1"}, **change)
-    with pytest.raises(RuntimeError, match=says):
+    with pytest.raises(dj.DistributeError, match=says):
         _ = SageMakerClusterResolver().process_id
