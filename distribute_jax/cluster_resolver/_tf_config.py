@@ -139,10 +139,10 @@ def _read() -> _TFConfig:
     index = None if task.get("index") is None else _index(task["index"], "its task's 'index'")
     return _TFConfig(
         cluster=_cluster(config.get("cluster") or {}),
-        task=(_text(task, "type", "its task's 'type'"), index),
-        rpc_layer=_text(config, "rpc_layer", "its 'rpc_layer'"),
-        environment=_text(config, "environment", "its 'environment'") or "",
-        session_master=_text(config, "session_master", "its 'session_master'"),
+        task=(task.get("type"), index),
+        rpc_layer=config.get("rpc_layer"),
+        environment=config.get("environment") or "",
+        session_master=config.get("session_master"),
     )
 
 
@@ -166,13 +166,6 @@ def _cluster(cluster: Any) -> ClusterSpec:
         raise ArgumentError(
             f"TF_CONFIG, its 'cluster': {error} It must be like {_EXAMPLE}."
         ) from None
-
-
-def _text(config: Mapping[str, Any], name: str, part: str) -> str | None:
-    value = config.get(name)
-    if value is not None and not isinstance(value, str):
-        raise _malformed(part, value, "a string")
-    return value
 
 
 def _index(value: Any, part: str) -> int:

@@ -103,11 +103,9 @@ MALFORMED = {
     "address is a number": ({"cluster": {"worker": [2222]}}, "got [2222]"),
     "index in the cluster": ({"cluster": {"worker": {"x": "a:1"}}}, "an index in the job 'worker'"),
     "task is a list": ({"task": ["worker", 0]}, "its 'task' is"),
-    "type is a number": ({"task": {"type": 1}}, "its task's 'type' is 1"),
     "index is a word": ({"task": {"index": "one"}}, "its task's 'index' is 'one'"),
     "index is negative": ({"task": {"index": -1}}, "its task's 'index' is -1"),
     "index is a bool": ({"task": {"index": True}}, "its task's 'index' is True"),
-    "layer is a number": ({"rpc_layer": 1}, "its 'rpc_layer' is 1"),
 }
 
 
