@@ -99,8 +99,8 @@ class ClusterCoordinator:
             What ``fn`` returns, with a ``RemoteValue`` in place of each array.
 
         Raises:
-            ValueError: a ``RemoteValue`` among the arguments; as for ``strategy.run``.
-            TypeError: ``fn`` is not a function.
+            ValueError: as for ``strategy.run``.
+            TypeError: ``fn`` is not a function, or computes with a ``RemoteValue``, which must be fetched.
             Exception: an earlier scheduled function failed.
         """
         return self._strategy._runner.schedule(fn, () if args is None else args, kwargs or {})

@@ -107,11 +107,6 @@ class ServersRunner(Runner):
             )
         check_call(args, kwargs, "coordinator.schedule(fn")
         leaves, tree = jax.tree.flatten((tuple(args), kwargs or {}), is_leaf=_is_leaf)
-        if any(isinstance(x, RemoteValue) for x in leaves):
-            raise ArgumentError(
-                "coordinator.schedule got a RemoteValue among its arguments: fetch it first, with "
-                "coordinator.fetch(value)."
-            )
         bound, data, counts = self._traced(fn, leaves, tree)
         mirrored, rows = bound.halves.plan.mirrored, bound.rows or ()
         self._engine.start()

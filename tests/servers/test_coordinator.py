@@ -587,8 +587,8 @@ def test_schedule_refuses_invalid_arguments() -> None:
     with pytest.raises(TypeError, match=r"fn (is not|must be) a function"):
         coordinator.schedule(3)
     value = coordinator.schedule(lambda: 1.0 + jnp.ones(()))
-    with pytest.raises(ValueError, match="RemoteValue among its arguments: fetch it first"):
-        coordinator.schedule(lambda x: x, args=(value,))
+    with pytest.raises(TypeError, match=r"coordinator\.fetch\(value\)"):
+        coordinator.schedule(lambda x: 2 * x, args=(value,))
     with pytest.raises(ValueError, match="1 values was used with 2 workers"):
         coordinator.schedule(lambda x: x, args=(PerWorkerValue([1.0]),))
     with pytest.raises(NotImplementedError, match="AsyncDistributedIterator is not supported"):
