@@ -346,8 +346,6 @@ class ClusterResolver(abc.ABC):
                 f"{name}: the cluster {spec!r:.300} has no task that trains. Call the job of the "
                 "processes that train 'worker'; one of them may be in a job 'chief'."
             )
-        if CHIEF in jobs and (chiefs := spec.num_tasks(CHIEF)) > 1:
-            raise ClusterError(f"{name}: the cluster has {chiefs} chiefs; at most one is allowed.")
         addresses = Counter(address for task in tasks if (address := spec.task_address(*task)))
         for address, number in addresses.items():
             if number > 1:  # the second process could not listen there

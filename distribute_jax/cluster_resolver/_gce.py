@@ -198,7 +198,8 @@ class GCEClusterResolver(ClusterResolver):
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the instances that run now."""
-        addresses = sorted(f"{ip}:{self._port}" for ip in map(_internal_ip, self._instances()))
+        ips = [instance["networkInterfaces"][0]["networkIP"] for instance in self._instances()]
+        addresses = sorted(f"{ip}:{self._port}" for ip in ips)
         if not addresses:
             raise ClusterError(
                 f"GCEClusterResolver: no instance of the group {self._group!r} in {self._place} is "
@@ -248,12 +249,3 @@ class GCEClusterResolver(ClusterResolver):
 def _name(item: dict[str, Any]) -> str:
     # An instance is listed as https://…/zones/us-east1-d/instances/name.
     return str(item["instance"]).rpartition("/")[2]
-
-
-def _internal_ip(instance: dict[str, Any]) -> str:
-    ip = (instance.get("networkInterfaces") or [{}])[0].get("networkIP")
-    if not ip:
-        raise ClusterError(
-            f"GCEClusterResolver: the instance {instance.get('name')!r} has no address inside the network."
-        )
-    return str(ip)

@@ -321,13 +321,7 @@ class SageMakerClusterResolver(ClusterResolver):
         return super().master(task_type, task_id, rpc_layer) if len(self._hosts()) > 1 else ""
 
     def _detected_task(self) -> tuple[str | None, int | None]:
-        hosts, this_host = self._hosts(), os.environ.get("SM_CURRENT_HOST")
-        if this_host not in hosts:
-            raise ClusterError(
-                f"SageMakerClusterResolver: SM_CURRENT_HOST={this_host!r} is not one of the hosts {hosts} "
-                "in SM_HOSTS. SageMaker sets both; do not set them by hand."
-            )
-        return WORKER, hosts.index(this_host)
+        return WORKER, self._hosts().index(self._variable("SM_CURRENT_HOST"))
 
     def _hosts(self) -> list[str]:
         text = self._variable("SM_HOSTS")

@@ -159,8 +159,6 @@ class SlurmClusterResolver(ClusterResolver):
     def _checked_jobs(self, jobs: Mapping[str, int] | None) -> dict[str, int]:
         if jobs is None:
             jobs = {WORKER: self._number(NUM_TASKS)}
-        if not all(type(count) is int and count >= 0 for count in jobs.values()):
-            raise ArgumentError(f"The values of jobs must be ints >= 0; got {dict(jobs)!r}.")
         if sum(jobs.values()) != len(self._hosts):
             raise ClusterError(
                 f"SlurmClusterResolver: Requested {sum(jobs.values())} tasks but only {len(self._hosts)} "

@@ -216,10 +216,6 @@ class TPUClusterResolver(ClusterResolver):
                 f"its health {health}{f' ({why})' if why else ''}. Wait until it is READY, or create it "
                 "again if it was PREEMPTED."
             )
-        if not addresses:
-            raise ClusterError(
-                f"TPUClusterResolver: the TPU {self._tpu!r} has no addresses: {node!r:.300}."
-            )
         return addresses
 
     def _node(self) -> dict[str, Any]:

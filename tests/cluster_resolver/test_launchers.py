@@ -141,9 +141,7 @@ def test_sage_maker_sorts_its_hosts_by_name(launched):
     [
         ({"SM_HOSTS": None}, "SM_HOSTS not found"),
         ({"SM_HOSTS": "algo-1"}, "must be a JSON list of hosts"),
-        ({"SM_HOSTS": "[]"}, "SM_CURRENT_HOST='algo-1' is not one of the hosts"),
-        ({"SM_CURRENT_HOST": "algo-3"}, "SM_CURRENT_HOST='algo-3' is not one of the hosts"),
-        ({"SM_CURRENT_HOST": None}, "SM_CURRENT_HOST=None is not one of the hosts"),
+        ({"SM_CURRENT_HOST": None}, "SM_CURRENT_HOST not found"),
     ],
 )
 def test_malformed_sage_maker_variables_are_named(launched, change, says):

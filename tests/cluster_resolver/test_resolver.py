@@ -42,7 +42,6 @@ def test_processes_follow_from_the_cluster_and_the_task(cluster, task, answers):
         (CHIEF, ("ps", 0), "Tasks of the jobs 'ps' and 'evaluator' do not train"),
         ({"ps": ["a:1"]}, ("ps", 0), "has no task that trains"),
         ({"worker": ["a:1", "a:1"]}, ("worker", 1), "the same address 'a:1'"),
-        ({"chief": ["a:1", "b:1"]}, ("chief", 0), "2 chiefs"),
     ],
 )
 def test_a_task_that_is_not_in_the_cluster_raises(cluster, task, says):

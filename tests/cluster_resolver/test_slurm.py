@@ -192,12 +192,11 @@ def test_without_cuda_visible_devices_nvidia_smi_lists_the_gpus(
         ({"jobs": {"worker": 3}}, "Requested 3 tasks but only 2 were assigned"),
         ({"gpus_per_node": 1, "gpus_per_task": 1}, "Requested more GPUs per node than available"),
         ({"tasks_per_node": 3}, "Requested 2 tasks but only 3"),
-        ({"jobs": {"worker": -2, "ps": 4}}, "must be ints >= 0"),
     ],
 )
 def test_more_tasks_or_gpus_than_slurm_assigned_are_refused(step, arguments, says):
     step(0, 2, "n1", "2")
-    with pytest.raises((RuntimeError, ValueError), match=says):
+    with pytest.raises(RuntimeError, match=says):
         SlurmClusterResolver(**arguments)
 
 
