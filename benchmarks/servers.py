@@ -12,6 +12,7 @@ Beside servers in other processes, and with Ray where it is installed, a socket 
 from __future__ import annotations
 
 import itertools
+import socket
 import statistics
 import subprocess
 import sys
@@ -35,7 +36,7 @@ from benchmarks._benchmark import Benchmark, Row, main
 from benchmarks._harness import Log, Ratio, in_turns, interval_text, ratio, table
 from distribute_jax.servers._engines import _ForkServer
 from distribute_jax.servers._ray import Cluster, _Calls
-from distribute_jax.servers._wire import Connection, Message, pair
+from distribute_jax.servers._wire import Connection, Message
 
 CLOSURES, BY_HAND, SOCKET = "closures", "by hand", "a plain socket"
 RATIO, MICROSECONDS, TWICE = 1.05, 150, 0.5
@@ -243,7 +244,7 @@ def of_server(engine: str, size: int) -> Iterator[Turn]:
     if engine == "ray":
         link: Any = _Calls(server._actor)
     else:
-        here, there = pair()
+        here, there = socket.socketpair()
         with there:
             server.send(Message("link", ends=[there.fileno()]))
         link = Connection(here)
@@ -278,7 +279,7 @@ while True:
 @contextmanager
 def of_socket(size: int) -> Iterator[Turn]:
     """Yields what sends so many bytes to another process, which sends them back."""
-    here, there = pair()
+    here, there = socket.socketpair()
     command = [sys.executable, "-c", ECHO, str(there.fileno()), str(size)]
     with subprocess.Popen(command, pass_fds=[there.fileno()]), here:
         there.close()
