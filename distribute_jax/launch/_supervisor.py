@@ -280,6 +280,7 @@ class LocalJob:
         Its environment is that of the job and the variables of the process, overridden by ``changes``, but
         the flags of the job are added to those of XLA.
         """
+        self.folder.mkdir(mode=0o700, exist_ok=True)  # temporary files of a long job may be removed
         status = self.folder / f"status-{attempt}-{index}"
         base = {"PYTHONUNBUFFERED": "1", **self.environment, **(changes or {})}
         environment = {name: value for name, value in base.items() if name != "TF_CONFIG"}

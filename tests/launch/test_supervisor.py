@@ -99,6 +99,18 @@ def test_a_killed_process_is_named_at_once_and_all_are_restarted(launch):
     assert line.endswith("restarting all (restart 1; 0 of 3 allowed without progress)")
 
 
+def test_a_job_whose_folder_was_removed_can_be_restarted(launch):
+    """As by what removes old temporary files during a long job."""
+    launched = launch(
+        "import shutil\n"
+        "if attempt == 0:\n"
+        "    shutil.rmtree(os.environ['DISTRIBUTE_JAX_JOB_FOLDER'])\n"
+        "    sys.exit(3)\n"
+        "all_of(1)"
+    )
+    assert (launched.code, len(launched.said)) == (0, 1)
+
+
 def test_a_job_that_always_fails_at_one_step_is_given_up(launch):
     """After the restarts without progress; the last line has the reason, and the code is not 0."""
     launched = launch(
