@@ -531,6 +531,24 @@ def test_no_process_starts_after_the_strategy_has_ended(monkeypatch: pytest.Monk
     assert coordinator.is_done()
 
 
+def test_where_the_parent_ignores_sigchld_a_lost_process_is_replaced() -> None:
+    """Linux then reaps it, and the process that the others are forked from must not end with an error."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        fork_server = _engines._ForkServer("cpu")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    first = fork_server._process
+    lost = fork_server.child("server", 0)
+    lost.kill()
+    lost.wait()
+    lost.close()
+    for _ in range(2):
+        fork_server.child("server", 0).end()
+    assert fork_server._process is first
+    fork_server.close()
+
+
 def test_a_program_is_loaded_while_a_server_is_replaced() -> None:
     """The new process gets those of before and that one."""
     store, sent = _engines.RemoteStore(jax.devices()[0]), list[str]()
