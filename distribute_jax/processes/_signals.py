@@ -130,7 +130,8 @@ _Exit.__name__ = _Exit.__qualname__ = SystemExit.__name__
 
 
 def _exit(status: object = None, /) -> NoReturn:
-    raise _Exit(status)
+    is_main = threading.current_thread() is threading.main_thread()
+    raise (_Exit if is_main else SystemExit)(status)  # of another thread Python prints a subclass
 
 
 def record_exit_code() -> None:

@@ -113,7 +113,7 @@ def main(descriptor: int) -> None:
     """Forks a process for each socket that it is sent; kills one on request, and all when its parent ends."""
     # JAX, whose import takes seconds, is imported already. There is one thread, and no backend yet.
     control, running = Connection(socket.socket(fileno=descriptor)), set[int]()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if a parent ignored it, nothing could be waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where a parent ignores it, waitpid fails
     try:
         while True:
             message = control.receive()

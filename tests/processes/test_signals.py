@@ -14,7 +14,7 @@ import pytest
 
 from distribute_jax.processes._job import current_job
 from distribute_jax.processes._preemption import TERMINATED, exit_unsaved
-from distribute_jax.processes._signals import replace_sigterm
+from distribute_jax.processes._signals import record_exit_code, replace_sigterm
 
 
 def test_blocks_that_end_in_any_order_leave_the_usual_handler() -> None:
@@ -78,6 +78,19 @@ def test_sigterm_of_a_forked_child_does_not_reach_its_parent() -> None:
         os.close(writer)
         time.sleep(0.1)  # the parent's thread would have heard of it
     assert not seen
+
+
+def test_sys_exit_in_a_thread_ends_the_thread_silently(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Python prints the exception of a thread unless it is exactly a SystemExit."""
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # not that of pytest
+    record_exit_code()
+    thread = threading.Thread(target=sys.exit, args=(3,))
+    thread.start()
+    thread.join()
+    assert capfd.readouterr().err == ""
 
 
 class _Unread(io.StringIO):
