@@ -36,7 +36,7 @@ from distribute_jax.checkpoint._steps import Preemptible, Schedule
 from distribute_jax.checkpoint._write import Draft, write_checkpoint
 from distribute_jax.collectives._check_in_sync import hashes_of
 from distribute_jax.data import DistributedIterator
-from distribute_jax.processes import Preemption, current_job, is_chief
+from distribute_jax.processes import SAVING, Preemption, current_job, doing, is_chief
 from distribute_jax.processes._status import status_writer
 
 _SAVE, _RESTORE = "CheckpointManager.save", "CheckpointManager.restore"
@@ -377,7 +377,8 @@ class CheckpointManager:
 
 def wait_locally(manager: CheckpointManager) -> None:
     """Waits for this process's part of a save, without the others, and warns if it failed."""
-    error = manager._background.pop_error()
+    with doing(SAVING):  # so that the watchdog names a process that never writes its part
+        error = manager._background.pop_error()
     if error is not None:
         warn_user(str(error), RuntimeWarning)
 

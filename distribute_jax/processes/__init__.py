@@ -25,6 +25,7 @@ from distribute_jax.processes._liveness import (
 from distribute_jax.processes._status import (
     COMPILING as COMPILING,
     RESTORING as RESTORING,
+    SAVING as SAVING,
     activity as activity,
     calling as calling,
     doing as doing,

@@ -36,6 +36,7 @@ from distribute_jax.processes._signals import (
 from distribute_jax.processes._status import (
     COMPILING,
     RESTORING,
+    SAVING,
     Activity,
     activity,
     doing,
@@ -433,7 +434,7 @@ class Watchdog:
 
     def _limit(self, phase: str, *, some_finished: bool) -> tuple[str, float]:
         options = self._job.options
-        if phase.startswith((COMPILING, RESTORING)):
+        if phase.startswith((COMPILING, RESTORING, SAVING)):
             return "step_seconds", options.step_seconds * _COMPILING_FACTOR
         if options.shutdown_seconds < options.step_seconds and some_finished:
             return "shutdown_seconds", options.shutdown_seconds  # a finished process never comes

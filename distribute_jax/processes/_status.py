@@ -16,7 +16,7 @@ from distribute_jax._supervision import ERROR, PHASE, SIZE, STATUS, step_in
 
 YOUR_CODE = "in your code"
 """The phase outside of this library, which has no time limit."""
-COMPILING, RESTORING = "compiling", "restoring"
+COMPILING, RESTORING, SAVING = "compiling", "restoring", "saving"
 """Phases with a longer time limit."""
 
 Listener = Callable[[int | None, str], None]

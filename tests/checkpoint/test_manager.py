@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from flax import nnx
 
 import distribute_jax as dj
 from distribute_jax.checkpoint import _agreement, _read, _steps, _storage, _write, load, save
+from distribute_jax.processes import activity
 
 
 def saved(manager: dj.CheckpointManager, steps: Any, **kinds: Any) -> list[int]:
@@ -141,6 +143,27 @@ def test_save_returns_before_the_file_is_written_and_one_save_runs_at_a_time(
     assert most == [1, 1]
     manager.restore(1, tree)
     assert tree["x"].tolist() == [0, 0, 0], "the copy was taken before save returned"
+
+
+def test_after_an_error_the_watchdog_knows_that_a_save_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names a process that was killed and never writes its part, before JAX aborts this one."""
+    monkeypatch.setattr(activity(), "watched", True)
+    go, phases, write = threading.Event(), [], _write.write_arrays
+
+    def slow(folder: Path, named: Any) -> None:
+        assert go.wait(60)
+        time.sleep(0.3)
+        phases.append(activity().waiting()[0])  # type: ignore[index]
+        write(folder, named)
+
+    monkeypatch.setattr(_write, "write_arrays", slow)
+    with suppress(KeyError), dj.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"x": np.zeros(3)})
+        go.set()
+        raise KeyError
+    assert (phases, manager.all_steps()) == (["saving"], [1])
 
 
 def test_saves_from_several_threads_are_written_one_after_the_other(
