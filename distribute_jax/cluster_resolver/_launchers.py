@@ -258,14 +258,14 @@ def _publish_address(file: Path, host: str) -> str:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, 0), family=family) as probe:
             address = host_port(host, probe.getsockname()[1])
+        part = file.with_name(f".{file.name}-{os.getpid()}")
+        part.write_text(address)
+        part.replace(file)  # atomic: no process reads half an address
     except OSError as error:
         raise ClusterError(
-            f"LaunchedClusterResolver: process 0 cannot listen on {host!r} ({HOST}): {error}. It must be "
-            "an address of this machine."
+            f"LaunchedClusterResolver: process 0 cannot listen on {host!r} ({HOST}), which must be an "
+            f"address of this machine, or cannot write that to {file}: {error}."
         ) from error
-    part = file.with_name(f".{file.name}-{os.getpid()}")
-    part.write_text(address)
-    part.replace(file)  # atomic: no process reads half an address
     return address
 
 
