@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from distribute_jax._checks import importing
-from distribute_jax._errors import ArgumentTypeError, ClusterError, ServiceError
+from distribute_jax._errors import ClusterError, ServiceError
 from distribute_jax.cluster_resolver._base import ClusterResolver, ClusterSpec
 
 _NEEDS = "A request to Google Cloud needs requests"
@@ -98,7 +98,7 @@ def google_service(name: str, root: str, credentials: Any, timeout: float) -> Se
     """Returns a Google API, authorized by 'default' credentials, none, a token or google-auth's."""
     with importing(f"{_NEEDS} and google-auth", "gcp"):
         import google.auth
-        from google.auth.credentials import AnonymousCredentials, Credentials
+        from google.auth.credentials import AnonymousCredentials
         from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
         from google.auth.transport.requests import AuthorizedSession
         from google.oauth2.credentials import Credentials as Token
@@ -112,11 +112,6 @@ def google_service(name: str, root: str, credentials: Any, timeout: float) -> Se
         credentials = AnonymousCredentials()
     elif isinstance(credentials, str):
         credentials = Token(credentials)
-    elif not isinstance(credentials, Credentials):
-        raise ArgumentTypeError(
-            "credentials must be 'default', None, a token or google-auth credentials; got "
-            f"{type(credentials).__name__}."
-        )
     return Service(
         name=name,
         root=root.rstrip("/"),
