@@ -78,5 +78,7 @@ def test_process_0_must_be_able_to_listen_at_its_address(launched):
 def test_a_folder_that_process_0_cannot_write_to_is_named(launched, tmp_path):
     """Temporary files may have been removed, or their disk may be full."""
     resolver = launched(0, **{_supervision.JOB_FOLDER: str(tmp_path / "gone")})
-    with pytest.raises(dj.ClusterError, match=f"cannot write that to {tmp_path}/gone/.*No such file"):
+    with pytest.raises(
+        dj.ClusterError, match=f"cannot write that to {tmp_path}/gone/.*No such file"
+    ):
         _ = resolver.coordinator_address
