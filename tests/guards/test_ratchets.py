@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_348,
-    lines_of_tests: 51_895,
+    lines: 52_216,
+    lines_of_tests: 51_883,
     files: 205,
     pieces: 0,
     private_words: 0,
