@@ -143,6 +143,8 @@ class _MeanWalk(RemarkWalk):
         if _is_sum(eqn):
             return [_over_replicas(mark) for mark in marks]
         name, mark = eqn.primitive.name, union(marks)
+        if name == "real_rows":  # replicas have different numbers of them
+            return [_ROWS]
         if name == "integer_pow" and eqn.params["y"] == 1:  # in moments of optax
             name = "copy"
         if not mark or names_axis(eqn, DATA):

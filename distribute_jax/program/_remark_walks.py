@@ -152,9 +152,15 @@ class RemarkWalk(ReplicationWalk):
         """Does nothing."""
 
 
+def takes_parts(jaxpr: Any) -> bool:
+    """True if a step calls ``compute_average_loss``."""
+    parts = part_of_mean_p, part_gradient_p  # of a loss that is not read, the gradient alone is left
+    return any(eqn.primitive in parts for eqn in equations(jaxpr.jaxpr))
+
+
 def parts_of_means(jaxpr: Any, replicas: int) -> Parts:
     """Follows the results of ``compute_average_loss``."""
-    if not any(eqn.primitive is part_of_mean_p for eqn in equations(jaxpr.jaxpr)):
+    if not takes_parts(jaxpr):
         nothing = [frozenset[Any]()] * len(jaxpr.jaxpr.outvars)
         return Parts(nothing, nothing, [])
     walk = _PartWalk(replicas)

@@ -37,6 +37,7 @@ from distribute_jax.program._padding_check import (
 )
 from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import Program, naming_step, preparing, step_failure
+from distribute_jax.program._remark_walks import takes_parts
 from distribute_jax.program._result_rows import find_non_batched_results, wrap_partial
 from distribute_jax.program._trace_errors import step_name
 from distribute_jax.program._undo import CHECK_DELAY, check_counts, copy_counts
@@ -283,7 +284,9 @@ class Runner:
         arguments, options = request.arguments, request.options
         kinds = zip(arguments.leaves, arguments.kinds, strict=True)
         static = [(type(leaf), leaf) for leaf, kind in kinds if kind == "static"]
-        key = (entry.binding.key, arguments.treedef, options.check_sync, *static)
+        # What is right for equal shares may be wrong for those of a partial batch.
+        is_partial = arguments.counts is not None and not takes_parts(entry.program.traced.jaxpr)
+        key = (entry.binding.key, arguments.treedef, options.check_sync, is_partial, *static)
         if options.verify == "auto" and key in self._compared:
             entry.program.verified.add("auto")
             return

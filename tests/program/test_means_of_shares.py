@@ -389,6 +389,24 @@ def test_gradients_of_a_mean_that_are_summed_are_logged_where_the_step_is_not_co
     assert ("at test_means_of_shares.py" in text) == (kind in SUMMED)
 
 
+@pytest.mark.parametrize("is_ratio", [True, False])
+def test_a_mean_over_the_real_rows_of_each_share_is_logged_at_a_partial_batch(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, is_ratio: bool
+):
+    """The replicas have different numbers of them."""
+
+    def step(x: jax.Array) -> jax.Array:
+        mask = dj.get_replica_context().batch_mask
+        total, count = jnp.sum(x[:, 0], where=mask), jnp.maximum(mask.sum(), 1)
+        if is_ratio:
+            return all_reduce("mean", total / count)
+        return all_reduce("sum", total) / all_reduce("sum", mask.sum())
+
+    for part in s4.distribute_dataset([X, X[:11]]):
+        texts = logged(caplog, lambda part=part: s4.run(step, args=(part,)))
+    assert ["from its examples by more than a sum" in text for text in texts] == [True] * is_ratio
+
+
 @pytest.mark.parametrize("why", ["a callback", "its size", "a value of each replica", ""])
 def test_so_are_those_of_a_step_that_cannot_run_twice_or_on_one_device(
     s4: dj.MirroredStrategy,

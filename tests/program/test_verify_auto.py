@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -253,6 +254,35 @@ class Watched:
     """A counter in Python."""
 
     calls = 0
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_the_first_partial_batch_is_compared_too(
+    s4: dj.MirroredStrategy, capsys: pytest.CaptureFixture[str], is_part: bool
+):
+    """A mean over the real rows of each share is right for equal shares, compute_average_loss for all."""
+    model, _ = classifier(s4, optax.sgd(0.1))
+    with s4.scope():
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def step(x: jax.Array, y: jax.Array) -> None:
+        print(f"traced for {len(x)} rows")
+        mask = context().batch_mask
+
+        def loss(model: nnx.Linear) -> jax.Array:
+            if is_part:
+                return dj.compute_average_loss(losses(model, x, y))
+            return jnp.sum(losses(model, x, y), where=mask) / jnp.maximum(mask.sum(), 1)
+
+        gradients = nnx.grad(loss)(model)
+        optimizer.update(model, context().all_reduce("sum" if is_part else "mean", gradients))
+
+    full, partial = s4.distribute_dataset([(X, Y), (X[:11], Y[:11])])
+    s4.run(step, args=full)
+    unequal = pytest.raises(dj.NotEqualError, match="not the step on one device")
+    with nullcontext() if is_part else unequal:
+        s4.run(step, args=partial)
+    assert ("traced for 11 rows" in capsys.readouterr().out) != is_part
 
 
 def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[Any]]:
