@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_216,
-    lines_of_tests: 51_883,
+    lines: 52_227,
+    lines_of_tests: 51_931,
     files: 205,
     pieces: 0,
     private_words: 0,
