@@ -154,7 +154,8 @@ class RemarkWalk(ReplicationWalk):
 
 def takes_parts(jaxpr: Any) -> bool:
     """True if a step calls ``compute_average_loss``."""
-    parts = part_of_mean_p, part_gradient_p  # of a loss that is not read, the gradient alone is left
+    # Of a loss that is not read, the gradient alone is left.
+    parts = part_of_mean_p, part_gradient_p
     return any(eqn.primitive in parts for eqn in equations(jaxpr.jaxpr))
 
 

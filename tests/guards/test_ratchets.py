@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 52_227,
+    lines: 52_228,
     lines_of_tests: 51_931,
     files: 205,
     pieces: 0,
