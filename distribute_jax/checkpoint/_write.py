@@ -44,21 +44,7 @@ _DIFFER = """\
 Save what is the same on all processes: build models and optimizers in the scope of the strategy of the \
 job, and leave out what belongs to one process."""
 
-_MAKE_ROOM = "Make room"
-_REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _MAKE_ROOM),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "Give this user the right to write there"),
-    **dict.fromkeys(
-        (errno.ENOTDIR, errno.EEXIST), "Remove the file that is where a folder must be"
-    ),
-    **dict.fromkeys(
-        (errno.EIO, errno.ESTALE), "Look whether the disk or network file system works"
-    ),
-    errno.EROFS: "Mount the file system for writing",
-    errno.EMFILE: "Close other files",
-    errno.ENAMETOOLONG: "Give a shorter path",
-}
-"""What helps, by the error of the system."""
+_NO_ROOM = [*map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))]
 
 _MIN_BYTES_PER_WRITER = 32 * 2**20
 """Bytes of mirrored leaves for each process that writes some: every further file costs readers time."""
@@ -164,12 +150,8 @@ def _explained_errors(draft: Draft) -> Iterator[None]:
         raise
     except Exception as error:
         text = error_text(error)  # Orbax puts the system's message at its end
-        remedy = next(
-            (cure for code, cure in _REMEDIES.items() if os.strerror(code) in text),
-            "Remove the cause",
-        )
         size, needs = sum(piece.data.nbytes for piece in draft.pieces), ""
-        if remedy == _MAKE_ROOM and size:
+        if size and any(reason in text for reason in _NO_ROOM):
             free = draft.directory.free_bytes()
             needs = (
                 f"It needs {size} bytes{'' if free is None else f', and {free} are free there'}. "
@@ -178,7 +160,7 @@ def _explained_errors(draft: Draft) -> Iterator[None]:
         raise CheckpointFileError(
             f"The checkpoint {draft.directory.path_of(draft.name)} could not be written: "
             f"{type(error).__name__}: {text}\n{needs}Nothing of it was left behind, and older checkpoints "
-            f"are as they were. {remedy}, or save to another directory."
+            "are as they were. Remove the cause, or save to another directory."
         ) from error
 
 

@@ -71,9 +71,9 @@ def test_a_full_or_read_only_disk_leaves_older_steps_intact(open_folder: Path) -
     """The error names path and bytes; older steps are intact; no file of the failed save is left."""
     printed, stderr = output_of("fill_disk.py", str(open_folder))
     for case, found in json.loads(printed).items():
-        reason, needs, remedy = {
-            "full": ("File too large", "It needs 3000000 bytes, and ", "Make room"),
-            "read-only": ("Permission denied", "\nNothing of it", "the right to write there"),
+        reason, needs = {
+            "full": ("File too large", "It needs 3000000 bytes, and "),
+            "read-only": ("Permission denied", "\nNothing of it"),
         }[case]
         raised, warned, single = (found["results"][name] for name in ("raise", "warn", "save"))
         assert len(warned["warned"]) == 2, "one for each save"
@@ -81,7 +81,7 @@ def test_a_full_or_read_only_disk_leaves_older_steps_intact(open_folder: Path) -
             assert "could not be written" in text
             assert needs in text
             assert reason in text
-            assert f"{remedy}, or save to another directory." in text
+            assert "Remove the cause, or save to another directory." in text
         assert f"{open_folder / '3'} could not" in raised["error"]
         assert {"CheckpointFileError", "OSError", "ValueError"} <= set(raised["types"])
         assert (raised["warned"], warned["error"]) == ([], "")
@@ -122,29 +122,14 @@ def test_a_save_that_fails_anywhere_leaves_the_old_checkpoint(
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
-REMEDIES = {
-    errno.EIO: "file system works",
-    errno.EROFS: "Mount the file system for writing",
-    errno.EPERM: "right to write",
-    errno.ENOENT: "Remove the cause",
-    errno.EDQUOT: "Make room",
-}
-
-
-@pytest.mark.parametrize("code", REMEDIES)
-def test_the_advice_fits_the_error_of_the_system(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only a full disk needs room, and a tree without arrays does not need 0 bytes."""
-
+def test_only_a_full_disk_needs_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(_write, "manifest_text", fail)
-    with pytest.raises(dj.CheckpointFileError, match=REMEDIES[code]) as raised:
-        save(tmp_path / "c", {"x": 1})
+    with pytest.raises(dj.CheckpointFileError, match="Remove the cause") as raised:
+        save(tmp_path / "c", {"x": np.ones(3)})
     assert "It needs" not in str(raised.value)
-    assert ("Make room" in str(raised.value)) is (code == errno.EDQUOT)
 
 
 def test_a_failed_save_is_reported_once_at_the_next_call(
@@ -202,9 +187,7 @@ def test_a_directory_that_is_a_file_is_reported_as_on_error_says(name: str, tmp_
     tree = {"x": np.ones(5)}
     manager = dj.CheckpointManager(tmp_path / name)
     warning = dj.CheckpointManager(tmp_path / name, on_error="warn")
-    needs = (
-        rf"(?s){tmp_path / name / '7'} could not be written: .*{tmp_path}.*Remove the file that is"
-    )
+    needs = rf"(?s){tmp_path / name / '7'} could not be written: .*{tmp_path}.*Remove the cause"
     for each in (manager, warning):
         assert each.save(7, tree)
     with pytest.raises(dj.CheckpointFileError, match=needs):
