@@ -141,7 +141,7 @@ class CheckpointManager:
             CheckpointFileError: the previous save could not be written.
         """
         method = _SAVE + "(force=True)" * bool(force)  # which processes compare
-        number = _steps.checked_step(_SAVE, step, tree)
+        number = check_int("step", step, at_least=0)
         check_context(method)
         if current_job().is_alone and not self._background.is_running:
             # In a job the errors are exchanged below, when all are about to save.
@@ -302,7 +302,7 @@ class CheckpointManager:
                 or dtype: all are listed.
             CheckpointDamagedError: the files are not those that were saved.
         """
-        number = _steps.checked_step(_RESTORE, step, tree)
+        number = check_int("step", step, at_least=0)
 
         def check_exists() -> None:
             if not self._directory.exists(str(number)):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack, suppress
-from typing import Any, Self, SupportsIndex
+from typing import Any, Self
 
-from distribute_jax._checks import check_int, check_number, check_optional
+from distribute_jax._checks import check_number, check_optional
 from distribute_jax._errors import ArgumentError, CheckpointDamagedError, CheckpointFileError
 from distribute_jax._supervision import SAVED
 from distribute_jax.checkpoint._agreement import pop_error
@@ -16,16 +16,6 @@ from distribute_jax.checkpoint._storage import Directory, is_step_name
 from distribute_jax.data._dataset import watch
 from distribute_jax.processes import Preemption
 from distribute_jax.processes._status import report_step
-
-
-def checked_step(method: str, step: SupportsIndex, tree: Any) -> int:
-    """Returns the user's step number; the error recognises swapped arguments."""
-    if not isinstance(step, SupportsIndex) and isinstance(tree, SupportsIndex):
-        raise ArgumentError(
-            f"{method}(step, tree): step must be an int, and the tree comes second; got a "
-            f"{type(step).__name__} and the number {tree}. Did you swap them?"
-        )
-    return check_int("step", step, at_least=0)
 
 
 def folders(directory: Directory) -> list[int]:

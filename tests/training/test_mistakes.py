@@ -130,7 +130,7 @@ WRONG: dict[str, tuple[Mistake, str]] = {
     "optimizer": (lambda s, _: classifier(s, optimizer="adamm"), "mean 'adam' or 'nadam'"),
     "swapped": (
         lambda s, path: dj.CheckpointManager(path).save({"m": classifier(s).module}, 3),  # type: ignore[arg-type]
-        r"save\(step, tree\).*got a dict and the number 3. Did you swap them\?",
+        "step must be an integer >= 0; got a dict",
     ),
     "weights of a model": (
         lambda s, path: classifier(s).load_weights(save(s, path, weights=False)),
