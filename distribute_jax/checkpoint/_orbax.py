@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -47,7 +46,7 @@ def write_arrays(folder: Path, named: Mapping[str, Array]) -> None:
         name: data if data.dtype.name in _ORBAX_DTYPES else _bytes(data)
         for name, data in named.items()
     }
-    with _silenced(), _local_checkpointer() as orbax:
+    with _local_checkpointer() as orbax:
         orbax.save(folder.absolute(), args=ocp.args.PyTreeSave(stored))
 
 
@@ -68,26 +67,6 @@ def _local_checkpointer() -> Any:
 
 
 @contextmanager
-def _silenced() -> Iterator[None]:
-    """Keeps Orbax's threads from printing an error that is also raised here."""
-    with (
-        _hook_lock,
-        _filtered_log(lambda record: not (record.exc_info and "orbax" in record.pathname)),
-    ):
-        outer_hook = threading.excepthook
-
-        def hook(failed: threading.ExceptHookArgs) -> None:
-            if not type(failed.thread).__module__.startswith("orbax."):
-                outer_hook(failed)
-
-        threading.excepthook = hook
-        try:
-            yield
-        finally:
-            threading.excepthook = outer_hook
-
-
-@contextmanager
 def _filtered_log(keeps: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
     logger = logging.getLogger("absl")
     logger.addFilter(keeps)
@@ -95,10 +74,6 @@ def _filtered_log(keeps: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(keeps)
-
-
-_hook_lock = threading.Lock()
-"""Held while ``threading.excepthook`` is replaced, so that several managers write one after the other."""
 
 
 Sizes = Mapping[str, tuple[str, tuple[int, ...]]]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import distribute_jax as dj
-from distribute_jax.checkpoint import _orbax, _storage, load, save
+from distribute_jax.checkpoint import _storage, load, save
 from distribute_jax.checkpoint._storage import DiskDirectory
 
 
@@ -174,19 +174,3 @@ def test_arrays_that_orbax_does_not_find_are_damaged(
     shutil.copytree(next((manager.directory / "other").glob("arrays-*/whole-0")), arrays)
     with pytest.raises(dj.CheckpointDamagedError, match=r"has the shape \(4,\), not \(3,\)"):
         manager.restore(2, {"x": np.zeros(3, int)})
-
-
-def test_another_threads_error_is_still_printed_during_a_save(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only the threads of Orbax are quiet, whose error save raises."""
-    import threading
-
-    printed: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", printed.append)
-    with _orbax._silenced():
-        thread = threading.Thread(target=failing(errno.EIO), name="of the user")
-        thread.start()
-        thread.join()
-    assert [args.thread.name for args in printed] == ["of the user"]
-    assert threading.excepthook == printed.append

@@ -164,9 +164,7 @@ def test_checkpoint_names_contain_epochs_and_logs(
 def test_a_folder_that_cannot_be_made_is_an_error_of_the_checkpoint(example: Any, tmp_path: Path):
     """It is raised on all processes of a job, where the chief alone would raise one of the system."""
     (tmp_path / "a").touch()
-    with pytest.raises(
-        dj.CheckpointFileError, match=r"(?s)a/1 could not be .*Remove the cause"
-    ):
+    with pytest.raises(dj.CheckpointFileError, match=r"(?s)a/1 could not be .*Remove the cause"):
         example.fit(dj.callbacks.ModelCheckpoint(tmp_path / "a" / "{epoch}"))
 
 
