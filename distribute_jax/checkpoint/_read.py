@@ -48,7 +48,8 @@ _MISFIT = """\
 The checkpoint {where} does not fit the tree that it should be restored into; nothing was changed:
 {lines}
 Every leaf must be in both, with one shape and dtype. Build the model, the optimizer and the dict as they \
-were when it was saved."""
+were when it was saved. Model.load reads what Model.save wrote, with the optimizer of compile, and \
+load_weights what save_weights wrote."""
 _OTHER_OPTIMIZER = """\
 The checkpoint {where} was saved with another optimizer: its opt_state differs, first at {first}. Nothing \
 was changed. Restore it with that optimizer; after that, a new one continues from its weights."""

@@ -105,13 +105,6 @@ def load(path: str | os.PathLike[str], tree: Any, *, partial: bool = False) -> A
     return restore_tree(directory, name, manifest, tree, "load")
 
 
-def saved_paths(path: str | os.PathLike[str]) -> set[str]:
-    """Returns the paths of the leaves of a checkpoint; an empty set if there is no checkpoint."""
-    directory, name = _directory_and_name("load", path)
-    leaves = _manifest(directory, name, path).leaves if directory.exists(name) else ()
-    return {leaf.spec.path for leaf in leaves}
-
-
 def _manifest(directory: Directory, name: str, path: str | os.PathLike[str]) -> Manifest:
     try:
         return manifest_of(directory, name)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 
 from distribute_jax import checkpoint
 from distribute_jax._checks import check_choice, check_int, converting, importing, refuse
-from distribute_jax._errors import ArgumentError, CheckpointError, LoweringError, warn_user
+from distribute_jax._errors import ArgumentError, LoweringError, warn_user
 from distribute_jax._mesh import on_host, outside_mesh
 from distribute_jax._messages import (
     PyTree,
@@ -31,7 +31,6 @@ from distribute_jax._messages import (
     size_text,
 )
 from distribute_jax.checkpoint._orbax import assign, find_flax_folder, load_flax
-from distribute_jax.checkpoint._save_load import saved_paths
 from distribute_jax.checkpoint._storage import sync
 from distribute_jax.processes import is_chief
 from distribute_jax.program._part import as_key, as_numbers
@@ -268,13 +267,8 @@ class Stateful:
             CheckpointError: there is none, or its leaves differ from those of this model: all are listed.
             CheckpointDamagedError: the data differ from what was saved.
         """
-        state = self._state()
-        is_compiled = "optimizer" in state
-        with (
-            self.strategy.scope(),
-            _explaining_other_method("load", "load_weights", path, is_compiled=is_compiled),
-        ):
-            checkpoint.load(path, state)
+        with self.strategy.scope():
+            checkpoint.load(path, self._state())
 
     def save_weights(self, path: str | os.PathLike[str], overwrite: bool = True) -> None:
         """Saves only the module: weights, statistics and random streams; see ``save``."""
@@ -292,8 +286,7 @@ class Stateful:
         with self.strategy.scope():
             if folder := find_flax_folder(path):
                 load_flax(folder, self.module)
-                return
-            with _explaining_other_method("load_weights", "load", path):
+            else:
                 checkpoint.load(path, {"module": self.module})
 
     def export(
@@ -345,34 +338,6 @@ class Stateful:
             data = export_program(forward, self.module, arrays.x, platforms, batch_size)
         if is_chief():
             write_atomically(path, data)
-
-
-@contextmanager
-def _explaining_other_method(
-    method: str, other: str, path: str | os.PathLike[str], *, is_compiled: bool = True
-) -> Iterator[None]:
-    """Explains an error that is due to loading with ``load`` what ``save_weights`` wrote, or vice versa."""
-    if method == "load" and find_flax_folder(path):
-        raise CheckpointError(
-            f"{os.fspath(path)} was written by Orbax. Call model.load_weights(path)."
-        )
-    try:
-        yield
-    except CheckpointError:
-        saved = saved_paths(path)
-        has_optimizer = any(leaf.startswith("['optimizer']") for leaf in saved)
-        if not saved or has_optimizer == (method == "load"):
-            if has_optimizer and not is_compiled:
-                raise CheckpointError(
-                    f"{os.fspath(path)} holds an optimizer's state, and this model has not been compiled "
-                    "yet. Call model.compile(optimizer, loss) first, as when it was saved."
-                ) from None
-            raise
-        writer = "save" if has_optimizer else "save_weights"
-        raise CheckpointError(
-            f"{os.fspath(path)} was written by Model.{writer}, and {method} reads what "
-            f"{method.replace('load', 'save')} wrote. Call model.{other}(path)."
-        ) from None
 
 
 _PLATFORMS = ("cpu", "cuda", "tpu")

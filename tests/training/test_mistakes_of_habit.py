@@ -270,7 +270,7 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "a step of x and y": (lambda s, _: two_arguments(), r"one argument, the batch. Write def train_step\("),
     "a file in place of a folder": (lambda s, p: model(s).load(keras_file(p)), "those are folders"),
     "load before compile": (
-        lambda s, p: not_compiled(s).load(reached(p, s)), r"has not been compiled yet. Call model.compile\("
+        lambda s, p: not_compiled(s).load(reached(p, s)), "with the optimizer of compile"
     ),
     "a checkpoint of a model": (
         lambda s, p: saved(p, {"m": model(s)}), r'Of a dj.Model these are {"module": model.module, '

@@ -47,7 +47,7 @@ def test_save_weights_leaves_the_optimizer_out(tmp_path: Path):
     other.load_weights(tmp_path / "weights")
     assert float(other.get_weights()[0][0]) == pytest.approx(0.49)
     assert int(other.optimizer.step[...]) == 0
-    with pytest.raises(dj.CheckpointError, match=r"model\.load_weights"):
+    with pytest.raises(dj.CheckpointError, match="load_weights what save_weights wrote"):
         other.load(tmp_path / "weights")
     with dj.MirroredStrategy([0]).scope():
         linear = dj.Model(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
@@ -236,5 +236,3 @@ def test_other_weights_are_refused_by_name_with_the_nearest(tmp_path: Path):
     (tmp_path / "other" / "_METADATA").write_text("{")
     with pytest.raises(dj.CheckpointDamagedError, match="Orbax cannot read"):
         model.load_weights(tmp_path / "other")
-    with pytest.raises(dj.CheckpointError, match=r"by Orbax.*model\.load_weights"):
-        model.load(tmp_path / "other")
