@@ -185,11 +185,6 @@ class Welford(OfValues):
 register_merge(Welford, MergeRule(("count", "weight", "mean", "m2"), combine_moments))
 
 
-_RESERVED = frozenset(
-    {"compute", "reset", "reset_state", "result", "split", "update", "update_state"}
-)
-
-
 class MultiMetric(Metric):
     """Several named metrics that are updated, computed and reset together.
 
@@ -211,12 +206,6 @@ class MultiMetric(Metric):
     """
 
     def __init__(self, **metrics: nnx.metrics.Metric) -> None:
-        bad = sorted(_RESERVED & set(metrics))
-        if bad:
-            raise ArgumentError(
-                f"MultiMetric got metrics named {', '.join(bad)}, which are names of its methods. "
-                "Choose other names."
-            )
         self.names = tuple(metrics)
         for name, metric in metrics.items():
             if not isinstance(metric, nnx.metrics.Metric):
