@@ -14,7 +14,7 @@ from flax import nnx
 from distribute_jax._absent import describe_foreign, is_foreign
 from distribute_jax._checks import brief, is_function, takes
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import error_text, leaf_text, not_a_name
+from distribute_jax._messages import leaf_text, not_a_name
 from distribute_jax.losses import _crossentropy, _regression
 from distribute_jax.losses._loss import FormulaLoss, Loss, one_for_each
 from distribute_jax.losses._shapes import same_rank
@@ -122,13 +122,6 @@ class FunctionLoss(Loss):
             losses = self._call(y_true, y_pred)
         except Exception as error:
             labels, predicted = (jax.tree.map(leaf_text, y) for y in (y_true, y_pred))
-            if type(error) in (TypeError, ValueError) and _is_of_optax(self.function):
-                raise ArgumentError(
-                    f"{self._what} of optax cannot take labels {labels} with predictions {predicted}: "
-                    f"{error_text(error).rstrip('.')}. Convert the labels, class numbers as "
-                    "y.astype(np.int32) of shape (n,), or pass a loss of dj.losses, such as "
-                    "dj.losses.SparseCategoricalCrossentropy(from_logits=True)."
-                ) from error
             error.add_note(
                 f"{self._what} was called with labels {labels} and predictions {predicted}."
             )

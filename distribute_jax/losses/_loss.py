@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from distribute_jax._absent import getattr_with_hints
 from distribute_jax._checks import check_choice, check_number, converting, refuse
 from distribute_jax._errors import ArgumentError, ContextError, log_once
-from distribute_jax._messages import promoting, real_array
+from distribute_jax._messages import leaf_text, promoting, real_array
 from distribute_jax._padding import align, real_mask
 from distribute_jax.collectives._markers import part_of_mean
 from distribute_jax.collectives._reduction import as_dtype, wide
@@ -195,24 +195,14 @@ class FormulaLoss(OfFormula, Loss):
 
 def one_for_each(what: str, losses: Any, y_pred: Any) -> jax.Array:
     """Returns losses as a floating array; raises unless there is one, or one array, for each example."""
-    shape = getattr(losses, "shape", None)
-    if shape is None:
-        raise ArgumentError(
-            f"{what} returned {losses!r:.60}, which is not an array. Return one number for each example, an "
-            "array of shape (batch,)."
-        )
-    if shape == ():
-        raise ArgumentError(
-            f"{what} returned one number for the whole batch. No replica has the whole batch, so it "
-            "cannot be exact: return one number for each example, without the mean or the sum over "
-            "dim 0; the library takes the mean over the global batch. To leave examples out, give them a "
-            "sample_weight of 0, with reduction='mean_with_sample_weight' for the mean over the others."
-        )
+    shape = getattr(losses, "shape", ())
     rows = [leaf.shape[0] for leaf in jax.tree.leaves(y_pred) if getattr(leaf, "shape", ())]
-    if rows and shape[0] != rows[0]:
+    if not shape or (rows and shape[0] != rows[0]):
         raise ArgumentError(
-            f"{what} returned an array of shape {tuple(shape)} for {rows[0]} examples. Return one number "
-            "for each example: keep the batch as dim 0 and do not flatten it."
+            f"{what} returned {leaf_text(losses)}{f' for {rows[0]} examples' if rows else ''}. Return one "
+            "number for each example, an array whose dim 0 is the batch: the library takes the mean over "
+            "the global batch, of which a replica has only its share. To leave examples out, give them a "
+            "sample_weight of 0, with reduction='mean_with_sample_weight' for the mean over the others."
         )
     array = jnp.asarray(losses)
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.float32)
@@ -331,7 +321,13 @@ def compute_average_loss(
             "compute_average_loss got a scalar. It needs one loss for each example, which it divides by "
             "the number of examples of the global batch: leave the mean out of the loss."
         )
-    by_weights = _divides_by_weights(divide_by, sample_weight, global_batch_size)
+    check_choice(f"{_NAME}: divide_by", divide_by, ("examples", "weights"))
+    by_weights = divide_by == "weights"
+    if by_weights and (sample_weight is None or global_batch_size is not None):
+        raise ArgumentError(
+            'compute_average_loss(divide_by="weights") divides by the sum of the weights: pass '
+            "sample_weight, and leave global_batch_size out."
+        )
     keep = real_mask(_NAME, "losses", losses.shape, replica)
     weights: Any = None  # given, if by_weights
     if sample_weight is not None:
@@ -361,16 +357,6 @@ _SQUARE = (
     "compute_average_loss got losses of shape %s, one for each pair of examples. If labels have shape (n,) "
     "and predictions (n, 1), they were broadcast: compare predictions[:, 0]."
 )
-
-
-def _divides_by_weights(divide_by: Any, sample_weight: Any, global_batch_size: Any) -> bool:
-    check_choice("compute_average_loss: divide_by", divide_by, ("examples", "weights"))
-    if divide_by == "weights" and (sample_weight is None or global_batch_size is not None):
-        raise ArgumentError(
-            'compute_average_loss(divide_by="weights") divides by the sum of the weights: pass '
-            "sample_weight, and leave global_batch_size out."
-        )
-    return bool(divide_by == "weights")
 
 
 @promoting

@@ -23,21 +23,16 @@ def pair(name: str, y_true: Any, y_pred: Any, hint: str = "") -> tuple[jax.Array
     labels = real_array(name, "y_true", y_true).astype(predicted.dtype)
     shapes = labels.shape, predicted.shape
     labels, predicted = same_rank(labels, predicted)
-    if labels.shape != predicted.shape:
-        raise mismatch(name, *shapes, hint or "They have one shape: reshape one of them.")
+    if labels.shape != predicted.shape or not predicted.ndim:
+        raise mismatch(name, *shapes, hint or "They have one shape, whose dim 0 is the batch.")
     if predicted.ndim == 1:
         return labels[:, None], predicted[:, None]
     return labels, predicted
 
 
 def predictions(name: str, y_pred: Any) -> jax.Array:
-    """Returns predictions as a floating array; raises if they have no batch dim."""
+    """Returns predictions as a floating array."""
     predicted = real_array(name, "y_pred", y_pred)
-    if predicted.ndim == 0:
-        raise ArgumentError(
-            f"{name} got y_pred of shape (), without examples. Its dim 0 is the batch: pass one "
-            "prediction for each example."
-        )
     if not jnp.issubdtype(predicted.dtype, jnp.floating):
         return predicted.astype(jnp.float32)
     return predicted

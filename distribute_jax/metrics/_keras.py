@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from distribute_jax import losses
 from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import not_a_name, promoting
+from distribute_jax._messages import not_a_name, promoting, real_array
 from distribute_jax.losses._crossentropy import class_numbers
 from distribute_jax.losses._get import BY_CLASS_NAME, BY_NAME, FunctionLoss
 from distribute_jax.losses._loss import OfFormula
@@ -335,12 +335,8 @@ class _Accuracy(losses.Loss):
         self.threshold = threshold
 
     def call(self, y_true: Any, y_pred: Any) -> jax.Array:
-        true, predicted = getattr(y_true, "shape", None), getattr(y_pred, "shape", None)
-        if true is None or predicted is None:
-            raise ArgumentError(
-                f"The metric {self.name!r} depends on the shapes of labels and predictions, and one of them "
-                "is a pytree of arrays. Pass a dict of metrics, by output."
-            )
+        true = real_array(self.name, "y_true", y_true).shape
+        predicted = real_array(self.name, "y_pred", y_pred).shape
         if len(predicted) < 2 or predicted[-1] == 1:
             return binary_accuracy(y_true, y_pred, self.threshold)
         is_sparse = len(true) < len(predicted) or true[-1] == 1

@@ -226,7 +226,7 @@ MISMATCHES = {
     "broadcast": ("mean_squared_error", (4, 1), (4, 4), r"\(4, 1\) and y_pred of shape \(4, 4\)"),
     "rows": ("hinge", (3, 1), (4, 1), r"\(3, 1\) and y_pred of shape \(4, 1\)"),
     "square": ("mean_absolute_error", (4,), (4, 4), r"\(4,\) and y_pred of shape \(4, 4\)"),
-    "no batch": ("poisson", (), (), "Its dim 0 is the batch"),
+    "no batch": ("poisson", (), (), "whose dim 0 is the batch"),
     "class numbers": ("categorical_crossentropy", (4,), (4, 3), "SparseCategoricalCrossentropy"),
     "one-hot": ("sparse_categorical_crossentropy", (4, 3), (4, 3), "CategoricalCrossentropy"),
     "no classes": ("sparse_categorical_crossentropy", (4,), (4,), "class numbers"),

@@ -57,10 +57,11 @@ def test_class_numbers_of_every_dtype_are_labels(s4: dj.Strategy):
 
 
 @pytest.mark.parametrize("labels", [Y.astype(np.float32), Y[:, None], np.eye(2)[Y]])
-def test_labels_that_a_loss_of_optax_cannot_take_are_refused(s4: dj.Strategy, labels: Any):
+def test_an_error_of_a_loss_of_optax_shows_its_labels(s4: dj.Strategy, labels: Any):
     model = make_model(s4, loss=optax.softmax_cross_entropy_with_integer_labels)
-    with pytest.raises(ValueError, match=r"of optax cannot take labels .*SparseCategorical"):
+    with pytest.raises((ValueError, TypeError)) as caught:
         model.evaluate(X, labels, batch_size=8, verbose=0)
+    assert "was called with labels" in "".join(caught.value.__notes__)
 
 
 class Probability(Net):
