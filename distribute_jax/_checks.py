@@ -283,7 +283,7 @@ _SPECIAL_METHODS = ("__init__", "__call__", "__iter__")
 _UNCHECKED = ("PerReplica.__init__",)
 """What the library itself calls, for each batch and each result."""
 
-_CHECK_THEMSELVES = ("Model.predict", "Strategy.run", "Strategy.run_steps")
+_CHECK_THEMSELVES = ("Strategy.run", "Strategy.run_steps")
 """Methods that check the types themselves, with a hint in their message."""
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from distribute_jax._checks import brief, check_int, converting
+from distribute_jax._checks import check_int, converting
 from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import PyTree, leaf_text, listed
 from distribute_jax._values import DistributedValues, PerReplica
@@ -92,10 +92,6 @@ def dataset_of(
             f"{method}(batch_size={batch_size}) got a dataset, whose batches are the global batches. Leave "
             "batch_size out."
         )
-    if data is None:
-        raise ArgumentError(
-            f"{method} got no data. Pass arrays, {method}(x, y), or a dataset of batches (x, y)."
-        )
     if isinstance(data, DistributedDataset):
         return data
     if isinstance(data, DatasetCreator):
@@ -146,15 +142,6 @@ def several_inputs_hint(method: str, x: Any, y: Any, error: Exception) -> str:
     )
 
 
-def check_batch_size(batch_size: Any) -> None:
-    """Raises if targets were passed in the position of the batch size."""
-    if hasattr(batch_size, "shape") or isinstance(batch_size, (list, tuple)):
-        raise ArgumentError(
-            f"The second argument of predict is batch_size, an int; got {brief(batch_size)}. It takes no "
-            "targets: evaluate(x, y) compares with them."
-        )
-
-
 def _as_arrays(method: str, name: str, tree: Any) -> Any:
     """Converts the leaves to arrays; a list of numbers is one array, a list of arrays is several."""
     if tree is None:
@@ -167,16 +154,12 @@ def _as_arrays(method: str, name: str, tree: Any) -> Any:
     alone = ", or a dataset, alone, whose batches contain y" if name == "x" else ""
     with converting(f"{method}: {name}", tree, f"an array whose dim 0 is the examples{alone}"):
         array = tree if isinstance(tree, (np.ndarray, jax.Array)) else np.asarray(tree)
-    if array.ndim and array.dtype == object and hasattr(tree, "shape"):
-        raise ArgumentError(
-            f"{method} got {name}={leaf_text(tree)}, an array of dtype object. Encode texts and "
-            "dates as numbers, such as series.cat.codes for categories, fill missing values, and pass "
-            'table.to_numpy("float32").'
-        )
     if array.ndim == 0 or array.dtype == object:
         raise ArgumentError(
-            f"{method} got {name}={leaf_text(tree)}. Examples in memory are arrays whose dim 0 is the "
-            "examples, or dicts of them. A dataset contains its targets, and is passed alone."
+            f"{method} got {name}={leaf_text(tree)}. Examples in memory are arrays of numbers whose dim 0 is "
+            "the examples, or dicts of them: encode texts and dates, such as by series.cat.codes, fill "
+            'missing values, and pass table.to_numpy("float32"). A dataset contains its targets, and is '
+            "passed alone."
         )
     return array
 
@@ -200,15 +183,10 @@ def _check_lengths(method: str, parts: dict[str, Any]) -> None:
 def check_placed(module: nnx.Module, strategy: Strategy) -> None:
     """Raises if arrays of a module are not on the devices where the strategy stores parameters."""
     leaves = jax.tree.leaves(nnx.state(module))
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+    if any(isinstance(leaf, (jax.ShapeDtypeStruct, jax.core.Tracer)) for leaf in leaves):
         raise ArgumentError(
-            "dj.Model got a module of shapes, as of nnx.eval_shape, which has no weights. Make them: "
-            "`with strategy.scope(): model = dj.Model(strategy.create(make_module))`."
-        )
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        raise ArgumentError(
-            "A dj.Model cannot be made inside strategy.create, or a function that JAX traces. Make "
-            "its module there: `with strategy.scope(): model = dj.Model(strategy.create(make_module))`."
+            "dj.Model got a module without weights: one of nnx.eval_shape, or inside strategy.create. Make "
+            "them before: `with strategy.scope(): model = dj.Model(strategy.create(make_module))`."
         )
     device = getattr(strategy, "parameter_device", None)
     devices = set(strategy.mesh.devices.flat) if device is None else {device}

@@ -23,7 +23,6 @@ from distribute_jax.training._batches import (
     Keys,
     Unfinished,
     arrays_of,
-    check_batch_size,
     check_placed,
     dataset_of,
     hint,
@@ -365,7 +364,6 @@ class Model(Stateful):
         Raises:
             ValueError: invalid data or arguments.
         """
-        check_batch_size(batch_size)
         trainer = self._predicting_trainer()
         with self._running(
             trainer, "predict", (x, None, None), Keys(x_key), batch_size, steps, callbacks, verbose

@@ -256,10 +256,6 @@ MODE_KEYWORDS = {
 def as_nnx(module: Any, sample_input: PyTree, rngs: Any, strategy: Strategy) -> nnx.Module:
     """Returns an NNX module as it is, or bridges a Linen one, creating its weights under the strategy."""
     if isinstance(module, nnx.Module):
-        if sample_input is not None:
-            raise ArgumentError(
-                "dj.Model: sample_input is for Linen modules, and this is an nnx.Module."
-            )
         for path, part in nnx.iter_graph(module):
             if described := describe_foreign(part):
                 name = ".".join(map(str, path))

@@ -386,8 +386,8 @@ def test_create_refuses_what_cannot_be_traced() -> None:
     [
         ("module", r"make must be a function .*; got Linear"),
         ("number", r"make must be a function .*; got one that returns 3"),
-        ("model", r"cannot be made inside strategy.create"),
-        ("model of shapes", r"^dj.Model got a module of shapes"),
+        ("model", r"inside strategy.create. Make them before"),
+        ("model of shapes", r"^dj.Model got a module without weights"),
         ("rngs", r"changes an nnx.Rngs or a module that was made before it"),
     ],
 )

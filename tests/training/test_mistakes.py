@@ -115,7 +115,7 @@ WRONG: dict[str, tuple[Mistake, str]] = {
     "one tuple": (lambda s, _: classifier(s).fit((X, Y), verbose=0), r"call fit\(x, y\)\. If they are"),
     "predict with targets": (
         lambda s, _: classifier(s).predict(X, Y),
-        r"second argument of predict is batch_size, an int; got int32\[16\]\. It takes no targets",
+        r"predict: batch_size must be None or an integer; got int32\[16\]",
     ),
     "validation without targets": (
         lambda s, _: classifier(s).fit(X, Y, validation_data=X, verbose=0),
