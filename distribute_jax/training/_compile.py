@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from distribute_jax._checks import check_choice, check_int, converting, refuse
+from distribute_jax._checks import check_choice, check_int, converting
 from distribute_jax._errors import ArgumentError, warn_user
 from distribute_jax._messages import PyTree, listed
 from distribute_jax.training import _keras_optimizers as keras
@@ -85,14 +85,11 @@ class Setup:
                 "compile got an nnx.Optimizer, which does not sum the gradients of the replicas. Pass its "
                 "optax transformation, compile(optax.adam(1e-3)), or a dj.Optimizer."
             )
-        if average is not None:
-            refuse(
-                "compile(optimizer) with use_ema", "an optax transformation or a name", optimizer
-            )
-        if trainable is not None or options != _DEFAULT_OPTIONS:
+        if (average, trainable) != (None, None) or options != _DEFAULT_OPTIONS:
             raise ArgumentError(
-                "gradient_accumulation_steps, clip_global_norm, skip_nonfinite and trainable (there wrt) are "
-                "arguments of dj.Optimizer, and compile got a dj.Optimizer."
+                "compile got a dj.Optimizer, whose arguments are gradient_accumulation_steps, "
+                "clip_global_norm, skip_nonfinite and wrt (here trainable). Pass its optax transformation, "
+                "also for use_ema."
             )
         return optimizer
 
@@ -136,14 +133,11 @@ def _trainable_filter(module: nnx.Module, trainable: Any) -> Any:
                     "Name the weights to train, as in compile(trainable='^head')."
                 )
         return all_weights
-    name, selects = "compile(trainable)", trainable
+    selects = trainable
     if isinstance(trainable, str):
-        try:
-            search = re.compile(trainable).search
-        except re.error as error:
-            refuse(name, f"a regular expression ({error})", trainable, error)
+        search = re.compile(trainable).search
         selects = lambda path, _: search(".".join(map(str, path))) is not None  # noqa: E731
-    with converting(name, trainable, "a regular expression, or a filter of Flax"):
+    with converting("compile(trainable)", trainable, "a regular expression, or a filter of Flax"):
         trained = nnx.All(all_weights, selects)
         selected = nnx.to_flat_state(nnx.state(module, trained))
     if not selected:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from distribute_jax._checks import check_int, check_optional, refuse
+from distribute_jax._checks import check_int, check_optional, converting, refuse
 from distribute_jax._errors import ArgumentError, log_once
 from distribute_jax.data import DistributedDataset
 from distribute_jax.data._dataset import is_infinite, set_epoch
@@ -210,15 +209,9 @@ def check_ends(method: str, dataset: DistributedDataset, steps: int | None) -> N
 
 
 def class_weights(weights: Any) -> tuple[tuple[int, float], ...]:
-    if weights is not None and not hasattr(weights, "items"):
-        refuse("class_weight", "a dict, as {0: 1.0, 1: 5.0} or dict(enumerate(weights))", weights)
-    pairs = [] if weights is None else list(weights.items())
-    for label, weight in pairs:
-        is_class = isinstance(label, (int, np.integer)) and label >= 0
-        if not is_class or not isinstance(weight, (int, float, np.number)):
-            wanted = "a dict from class numbers to numbers, as {0: 1.0, 1: 5.0}"
-            refuse("class_weight", wanted, {label: weight})
-    return tuple((int(label), float(weight)) for label, weight in sorted(pairs))
+    with converting("class_weight", weights, "a dict from class numbers to numbers, as {0: 1.0}"):
+        pairs = [] if weights is None else sorted(weights.items())
+        return tuple((operator.index(label), float(weight)) for label, weight in pairs)
 
 
 def validation_dataset(

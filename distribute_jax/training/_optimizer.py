@@ -255,7 +255,7 @@ class Optimizer(nnx.Optimizer[Any]):
         """Updates from gradients of the global batch, if they are finite or nothing checks it."""
 
         def update(optimizer: Optimizer, model: Any) -> Any:
-            with _explaining_errors(model, grads, self.wrt, kwargs):
+            with _explaining_errors(model, grads, self.wrt):
                 return super().update(model, grads, **kwargs)
 
         if self.loss_scale is None and self.guard is None:
@@ -271,7 +271,7 @@ class Optimizer(nnx.Optimizer[Any]):
 
 
 @contextmanager
-def _explaining_errors(model: Any, grads: Any, wrt: Any, kwargs: Any) -> Iterator[None]:
+def _explaining_errors(model: Any, grads: Any, wrt: Any) -> Iterator[None]:
     """Explains an update that failed for a missing keyword or for gradients of another model."""
     try:
         yield
@@ -281,8 +281,6 @@ def _explaining_errors(model: Any, grads: Any, wrt: Any, kwargs: Any) -> Iterato
             raise ArgumentError(
                 _NEEDS_ARGUMENT.format(name.split(".")[0], words.partition(": ")[2])
             ) from error
-        with converting("Optimizer.update: keywords", kwargs, "trees whose keys can be sorted"):
-            jax.tree.leaves(kwargs)
         is_other_error = isinstance(error, DistributeError)
         with suppress(Exception):  # a model that has no state
             structures: list[Any] = list(map(jax.tree.structure, (grads, nnx.state(model, wrt))))
