@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from jax.sharding import Mesh
 
 from distribute_jax._absent import getattr_with_hints
-from distribute_jax._checks import refusing, takes
+from distribute_jax._checks import refusing
 from distribute_jax._context import is_between_steps
-from distribute_jax._errors import ArgumentError, ArgumentTypeError, hide_frames, warn_user
+from distribute_jax._errors import ArgumentError, hide_frames, warn_user
 from distribute_jax._mesh import is_local, num_replicas
 from distribute_jax._messages import PyTree
 from distribute_jax.data._agreement import EpochEnd
@@ -158,11 +158,6 @@ class DistributedDataset:
             raise ArgumentError(
                 "dataset.reduce folds over a whole epoch, and this source is repeated without end. "
                 "Give its repeat a number, or loop over the dataset and break."
-            )
-        if not takes(reduce_func, initial_state, None):
-            raise ArgumentTypeError(
-                f"dataset.reduce calls {reduce_func!r:.60} with two arguments, the state and an element. "
-                "Write def reduce_func(state, element):."
             )
         state = initial_state
         for element in self:

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias, final
 import jax
 import numpy as np
 
-from distribute_jax._checks import check_int, takes
-from distribute_jax._errors import ArgumentError, ArgumentTypeError
+from distribute_jax._checks import check_int
+from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import outside_mesh
-from distribute_jax._messages import KeyPath, PyTree, is_number, leaf_text, path_text
+from distribute_jax._messages import KeyPath, PyTree, leaf_text, path_text
 from distribute_jax.data._check import BatchSignature
 from distribute_jax.data._element import HostElement, taken
 from distribute_jax.data._options import (
@@ -111,12 +111,12 @@ class GlobalBatches(Feed):
         """What must be equal in a state and in the dataset that resumes from it."""
         source = self._source
         sizes = {"examples": source.examples, "batch_size": source.batch_size}
-        return {"source": source.text, "seed": source.seed, **sizes, "batches": source.length}
+        seed, length = source.seed, source.length
+        return {"version": 1, "source": source.text, "seed": seed, **sizes, "batches": length}
 
     def state(self, epoch: int, progress: EpochProgress) -> State:
         self._check_resumable("state")
         return {
-            "version": _VERSION,
             **self._identity,
             "epoch": epoch,
             "position": progress.batches,
@@ -212,17 +212,11 @@ def _counted(batches: Iterator[PyTree], number: int, length: int) -> Iterator[Py
         )
 
 
-_VERSION = 1
 _NUMBERS = ("epoch", "position", "first_batch", "largest_batch")
 
 
 def _read_state(state: State, identity: State) -> tuple[int, EpochProgress]:
     """Returns the epoch and progress in a state; raises an ArgumentError if it is not one of this source."""
-    if isinstance(state, Mapping) and state.get("version", _VERSION) != _VERSION:
-        raise ArgumentError(
-            f"iterator.restore got a state of version {state['version']!r:.20}; this release reads "
-            f"version {_VERSION}. Restore it with the release that saved it."
-        )
     try:
         saved = {name: state[name] for name in identity}
         epoch, position, first, largest = (check_int(name, state[name], 0) for name in _NUMBERS)
@@ -282,20 +276,11 @@ def sources_of(
         )
     per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
     pipelines = replicas if per_replica else 1
-    if not takes(dataset_fn, None):
-        raise ArgumentTypeError(
-            f"{_METHOD} calls {dataset_fn!r:.60} with a dj.InputContext. Write def dataset_fn(context):."
-        )
-    sources = []
-    for i in range(worker.index * pipelines, (worker.index + 1) * pipelines):
-        dataset = dataset_fn(InputContext(worker.count * pipelines, i, worker.count * replicas))
-        if dataset is None or is_number(dataset):
-            raise ArgumentError(
-                f"The function {dataset_fn!r:.60} given to {_METHOD} returned {dataset!r}. It must return "
-                "the per-replica batches in order: a list, a generator or a dataset."
-            )
-        sources.append(find_source(dataset, _METHOD))
-    return sources
+    contexts = [
+        InputContext(worker.count * pipelines, i, worker.count * replicas)
+        for i in range(worker.index * pipelines, (worker.index + 1) * pipelines)
+    ]
+    return [find_source(dataset_fn(context), _METHOD) for context in contexts]
 
 
 @final

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from input_helpers import all_values, batches, distribute, values
 
-from distribute_jax._errors import ArgumentError, ArgumentTypeError, ContextError
+from distribute_jax._errors import ArgumentError, ContextError
 
 RULE_A, RULE_B = ["auto", "data"], ["off", "file"]
 BOTH = RULE_A + RULE_B
@@ -116,10 +116,6 @@ def test_reduce_folds_over_the_elements():
 
     assert distribute(batches(5, 2), 2).reduce(0, add) == 10
     assert distribute([], 2).reduce("start", add) == "start"
-    with pytest.raises(
-        ArgumentTypeError, match=r"calls <function .* with two arguments, the state"
-    ):
-        distribute([], 2).reduce(0, lambda element: element)
 
 
 def test_there_is_no_map_and_a_length_if_the_source_has_one():

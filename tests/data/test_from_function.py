@@ -68,10 +68,8 @@ def test_one_device_and_global_batches_have_no_per_replica_mode(s2: dj.MirroredS
 
 @pytest.mark.parametrize("returned", [None, 3])
 def test_a_function_that_returns_no_batches_is_refused(s2: dj.MirroredStrategy, returned: Any):
-    """Such as the batch size: the message says what it returned, and what it must return."""
-    with pytest.raises(
-        dj.ArgumentError, match=f"returned {returned}. It must return the per-replica"
-    ):
+    """Such as the batch size: the message says what it returned."""
+    with pytest.raises(dj.ArgumentError, match=f"got from its function .* {returned}, which is"):
         s2.distribute_datasets_from_function(lambda context: returned)
 
 
@@ -207,7 +205,6 @@ def test_spec_and_cardinality(s2: dj.MirroredStrategy):
     ("dataset_fn", "message"),
     [
         ([np.ones(2)], "dataset_fn must be a function"),
-        (lambda context: None, "returned None"),
         (lambda context: [np.ones(2), np.ones((2, 3))], r"float32\[2,3\], in the first.*32\[2\]"),
         (lambda context: [np.ones((2, 4)), np.ones((2, 3))], r"64\[2,4\] and float64\[2,3\]"),
         (lambda context: [{"x": np.ones(2)}, {"y": np.ones(2)}], "another structure"),

@@ -239,7 +239,7 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     ),
     "a generator": (lambda s, _: run(s, generator), "a generator or async function"),
     "a function without the context": (
-        lambda s, _: s.distribute_datasets_from_function(lambda: [X]), r"def dataset_fn\(context\):"
+        lambda s, _: s.distribute_datasets_from_function(lambda: [X]), "takes 0 positional arguments but 1"
     ),
     "distributed twice": (lambda s, _: dataset(s, X) and s.distribute_dataset(dataset(s, X)), "already"),
     "targets beside a dataset": (

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from distribute_jax._checks import check_int, takes
-from distribute_jax._errors import ArgumentError, ArgumentTypeError
+from distribute_jax._checks import check_int
+from distribute_jax._errors import ArgumentError
 from distribute_jax._messages import KeyPath, PyTree, is_array, is_key, leaf_text, listed, path_text
 from distribute_jax.data.sources._base import Source, on_host, unbatched
 
@@ -147,7 +147,6 @@ def from_files(paths: Sequence[Path], read: Callable[[Any], Iterable[PyTree]]) -
     Raises:
         ArgumentError: ``paths`` is not a sequence of paths or is empty; later, ``read`` returns
             something that cannot be iterated.
-        TypeError: ``read`` cannot be called with a path.
 
     Example:
         >>> import distribute_jax as dj, numpy as np
@@ -161,10 +160,6 @@ def from_files(paths: Sequence[Path], read: Callable[[Any], Iterable[PyTree]]) -
         raise ArgumentError(
             "dj.data.from_files: paths must be a list of at least one str or pathlib.Path; got "
             f"{leaf_text(paths)}."
-        )
-    if not takes(read, paths[0]):
-        raise ArgumentTypeError(
-            f"dj.data.from_files calls {read!r:.60} with one argument, a path. Write def read(path):."
         )
     return FileDataset(tuple(paths), read)
 

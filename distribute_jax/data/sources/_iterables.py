@@ -21,8 +21,9 @@ def from_iterable(source: Any, method: str) -> Stream:
     """Returns the source of an iterable or a function; raises an ArgumentError for likely mistakes."""
     is_source = _is_iterable(source) or callable(source)
     if isinstance(source, Mapping) or describe_foreign(source) or not is_source:
+        got = "got from its function" if method.endswith("from_function") else "got"
         raise ArgumentError(
-            f"{method} got {leaf_text(source)}, which is not an iterable of global batches or a function "
+            f"{method} {got} {leaf_text(source)}, which is not an iterable of global batches or a function "
             "that returns one. Batch the data first, for example dj.data.from_arrays((x, y)).batch(256), "
             f"or {_SLICES}."
         )
