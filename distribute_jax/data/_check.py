@@ -159,7 +159,6 @@ class BatchSignature:
     def __init__(self) -> None:
         self._structure: Any = None
         self._first: list[jax.ShapeDtypeStruct] = []
-        self._kinds: list[Any] = []
         self._plain: list[Any] = []
         """Dtype and number of dims of each leaf of the first batch, if devices can hold all such arrays."""
         self._wide: list[int] = []
@@ -199,10 +198,9 @@ class BatchSignature:
     def _compare(self, batch: PyTree, where: str) -> None:
         """Raises an ArgumentError if a checked batch differs from the first one."""
         leaves, structure = jax.tree.flatten(batch)
-        kinds = [(leaf.ndim, dtype_on_device(leaf)) for leaf in leaves]
+        specs = list(map(_spec, leaves))
         if self._structure is None:
-            self._structure, self._kinds = structure, kinds
-            self._first = [_spec(leaf) for leaf in leaves]
+            self._structure, self._first = structure, specs
             if all(map(_is_plain, leaves)):
                 self._plain = list(map(_dtype_and_ndim, leaves))
                 self._wide = [
@@ -214,12 +212,12 @@ class BatchSignature:
                 f"  first: {self._structure}\nOne step takes all batches, so every batch must have the "
                 "same keys and nesting. Fill in what is missing, or distribute two datasets."
             )
-        elif kinds != self._kinds:
-            with_paths = jax.tree_util.tree_leaves_with_path(batch)
+        elif list(map(_dtype_and_ndim, specs)) != list(map(_dtype_and_ndim, self._first)):
+            paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
             lines = [
-                f"{_line(path, _spec(leaf))}, in the first batch {leaf_text(first)}"
-                for i, ((path, leaf), first) in enumerate(zip(with_paths, self._first, strict=True))
-                if kinds[i] != self._kinds[i]
+                f"{_line(path, spec)}, in the first batch {leaf_text(first)}"
+                for path, spec, first in zip(paths, specs, self._first, strict=True)
+                if _dtype_and_ndim(spec) != _dtype_and_ndim(first)
             ]
             raise ArgumentError(
                 f"{where} differs from the first batch:\n{listed(lines)}\nOne step takes all batches, so "

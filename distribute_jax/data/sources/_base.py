@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import jax
@@ -84,7 +84,7 @@ class Stream(Source):
     """
 
     _started: Iterator[PyTree] | None = None
-    _previewed: deque[PyTree]
+    _previewed: list[PyTree]
 
     @abstractmethod
     def start(self) -> Iterator[PyTree]:
@@ -92,8 +92,8 @@ class Stream(Source):
 
     def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
         rest, previewed = self._start_once(), self._previewed
-        self._started = None
-        return _drained(previewed, rest)
+        self._started, self._previewed = None, []
+        return chain(previewed, rest)
 
     def preview(self) -> Iterator[PyTree]:
         rest, previewed = self._start_once(), self._previewed
@@ -108,15 +108,8 @@ class Stream(Source):
 
     def _start_once(self) -> Iterator[PyTree]:
         if self._started is None:
-            self._started, self._previewed = self.start(), deque()
+            self._started, self._previewed = self.start(), []
         return self._started
-
-
-def _drained(previewed: deque[PyTree], rest: Iterator[PyTree]) -> Iterator[PyTree]:
-    # One by one, so that a batch can be freed after its step.
-    while previewed:
-        yield previewed.popleft()
-    yield from rest
 
 
 def unbatched(text: str, method: str) -> ArgumentError:
