@@ -101,16 +101,9 @@ def apply_class_weights(
     """
     if not weights:
         return sample_weight
-    if any(isinstance(tree, (dict, list, tuple)) for tree in (y, outputs, sample_weight)):
-        raise ArgumentError(
-            "class_weight is for a model with a single output, and this one has several. Pass "
-            "sample_weight for each output instead."
-        )
-    labels = jnp.asarray(y)
-    if labels.ndim > 1 and labels.shape[-1] == 1 and labels.ndim >= outputs.ndim:
-        labels = labels[..., 0]
-    elif labels.ndim > 1 and labels.ndim >= outputs.ndim:
-        labels = jnp.argmax(labels, axis=-1)
+    labels = real_array("class_weight", "y", y)
+    if 1 < labels.ndim >= real_array("class_weight", "outputs", outputs).ndim:
+        labels = labels[..., 0] if labels.shape[-1] == 1 else jnp.argmax(labels, axis=-1)
     factor = jnp.ones(labels.shape, jnp.float32)
     for label, weight in weights:
         factor = jnp.where(labels == label, weight, factor)

@@ -65,16 +65,11 @@ def find_metric(metric: Any, loss: Any) -> tuple[str, Any]:
     if isinstance(metric, nnx.metrics.Metric):
         name = getattr(metric, "name", None)
         return name if isinstance(name, str) else in_snake_case(type(metric)), metric
-    if isinstance(metric, type) and issubclass(metric, nnx.metrics.Metric):
-        raise ArgumentError(
-            f"metrics got the class {metric.__name__}. Pass an object, with its parentheses: "
-            f"{metric.__name__}()."
-        )
     if callable(metric) and not isinstance(metric, type) and not describe_foreign(metric):
         return getattr(metric, "__name__", type(metric).__name__), MeanMetricWrapper(metric)
     raise ArgumentError(
-        "metrics must be metrics of dj.metrics or nnx, functions of (y_true, y_pred), or names "
-        f'such as "accuracy"; got {brief(metric)}.'
+        "metrics must be objects of dj.metrics or nnx, with their parentheses, functions of (y_true, "
+        f'y_pred), or names such as "accuracy"; got {brief(metric)}.'
     )
 
 
@@ -194,8 +189,8 @@ def _update_by_keyword(name: str, metric: Any, y: Any, outputs: Any, weight: Any
     argname = getattr(metric, "argname", None)
     if isinstance(argname, str) and argname not in inputs and "labels" not in known:
         raise ArgumentError(
-            f"The metric {name} ({type(metric).__name__}) reads {argname}=, and fit passes "
-            f'{", ".join(inputs)}. Make it with one of these, as nnx.metrics.Average("y_pred").'
+            f"The metric {name} reads {argname}=, and fit passes {', '.join(inputs)}. Make it with one of "
+            'these, as nnx.metrics.Average("y_pred").'
         )
     options: dict[str, Any] = {}
     if weight is not None:

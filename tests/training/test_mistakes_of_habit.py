@@ -259,7 +259,7 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "swapped update": (lambda s, _: swapped(s), "the module comes first. Swap them"),
     "no data": (lambda s, _: model(s).fit(), "got NoneType None, which is not an iterable"),
     "the class of a metric": (
-        lambda s, _: fit(s, metrics=[dj.metrics.Accuracy]), r"with its parentheses: Accuracy\(\)"
+        lambda s, _: fit(s, metrics=[dj.metrics.Accuracy]), "with their parentheses.*Accuracy"
     ),
     "two losses for one output": (
         lambda s, _: fit(s, loss=["mse", "mse"]), "a loss for 'output_0', .* they are one array"

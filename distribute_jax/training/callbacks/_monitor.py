@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from distribute_jax._checks import (
-    brief,
     check_choice,
     check_int,
     check_number,
-    is_real,
+    check_optional,
     refuse,
     takes,
 )
@@ -269,12 +268,7 @@ class LearningRateScheduler(Callback):
             return  # the restored rate is already that of this epoch
         old = self.model.learning_rate
         rate = self.schedule(epoch, old) if self._takes_rate else self.schedule(epoch)
-        if not is_real(rate):
-            raise ArgumentError(
-                f"The schedule of LearningRateScheduler returned {brief(rate)} for epoch {epoch}. It must "
-                "return the new rate, a float."
-            )
-        self.model.learning_rate = float(rate)
+        self.model.learning_rate = rate
         print_on_chief(
             self.verbose, f"Epoch {epoch + 1}: LearningRateScheduler sets the rate to {rate:.6g}."
         )
@@ -375,8 +369,8 @@ class LearningRateFinder(Callback):
         check_number("LearningRateFinder: min_lr", min_lr)
         check_number("LearningRateFinder: max_lr", max_lr, at_least=min_lr)
         check_int("LearningRateFinder: num_training_steps", num_training_steps, 2)
-        if early_stop_threshold is not None:
-            check_number("LearningRateFinder: early_stop_threshold", early_stop_threshold)
+        name = "LearningRateFinder: early_stop_threshold"
+        check_optional(check_number, name, early_stop_threshold)
         self._rates_to_try = np.geomspace(min_lr, max_lr, num_training_steps)
         self._threshold = early_stop_threshold
         self._initial_state: Any = None
