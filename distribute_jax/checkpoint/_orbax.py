@@ -165,25 +165,14 @@ def find_flax_folder(path: str | os.PathLike[str]) -> Path | None:
     folder = Path(path)
     if (folder / _TREE_METADATA).exists():
         return folder.absolute()
-    if not (folder / _CHECKPOINT_METADATA).exists():
-        steps = sorted(
-            int(p.parent.name)
-            for p in folder.glob(f"*/{_CHECKPOINT_METADATA}")
-            if p.parent.name.isdigit()
-        )
-        if steps:
-            raise CheckpointError(
-                f"{folder} has Orbax checkpoints of steps {', '.join(map(str, steps))}. Give the path of "
-                f"one: {folder / str(steps[-1])}"
-            )
-        return None
-    items = sorted(item.name for item in folder.iterdir() if (item / _TREE_METADATA).exists())
-    if len(items) != 1:
+    trees = sorted(found.parent for found in folder.glob(f"*/{_TREE_METADATA}"))
+    trees += sorted(found.parent for found in folder.glob(f"*/{_CHECKPOINT_METADATA}"))
+    if trees and (len(trees) > 1 or not (folder / _CHECKPOINT_METADATA).exists()):
         raise CheckpointError(
-            f"{folder} is an Orbax checkpoint of {len(items)} trees ({', '.join(items)}). Give the path "
-            "of the one that has the weights."
+            f"{folder} holds several trees or steps of Orbax. Give the path of the one that has the "
+            f"weights, such as {trees[-1]}."
         )
-    return folder.absolute() / items[0]
+    return trees[0].absolute() if trees else None
 
 
 def _read(folder: Path, wanted: Mapping[str, Any] | None = None) -> Any:
