@@ -229,9 +229,9 @@ def test_other_weights_are_refused_by_name_with_the_nearest(tmp_path: Path):
     with ocp.CheckpointManager(tmp_path / "steps", item_names=("a", "b")) as manager:
         items = {name: ocp.args.StandardSave(tree) for name in "ab"}
         manager.save(3, args=ocp.args.Composite(**items))
-    with pytest.raises(dj.CheckpointError, match="several trees or steps.* such as .*/3/b"):
+    with pytest.raises(dj.CheckpointError, match=r"several trees or steps.* such as .*/3/b"):
         model.load_weights(tmp_path / "steps" / "3")
-    with pytest.raises(dj.CheckpointError, match="several trees or steps.* such as .*/3"):
+    with pytest.raises(dj.CheckpointError, match=r"several trees or steps.* such as .*/3"):
         model.load_weights(tmp_path / "steps")
     (tmp_path / "other" / "_METADATA").write_text("{")
     with pytest.raises(dj.CheckpointDamagedError, match="Orbax cannot read"):
