@@ -116,11 +116,6 @@ class Accuracy(Average):
                 f"{labels.shape}. With threshold={self.threshold} the logits have {expected}; labels are "
                 "class numbers, not one-hot: pass jnp.argmax(labels, axis=-1)."
             )
-        if not (jnp.issubdtype(labels.dtype, jnp.integer) or labels.dtype == bool):
-            raise ArgumentError(
-                f"Accuracy.update got labels of dtype {labels.dtype}. Labels are class numbers: pass "
-                "labels.astype(jnp.int32)."
-            )
 
 
 class Welford(OfValues):

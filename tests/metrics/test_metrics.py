@@ -423,7 +423,6 @@ WRONG = {
         {"logits": np.ones((3, 2)), "labels": np.ones((3, 2), int)},
         "not one-hot",
     ),
-    "float labels": (Accuracy, {"logits": np.ones((3, 2)), "labels": np.ones(3)}, "class numbers"),
     "weights that Flax ignores": (
         lambda: MultiMetric(a=nnx.metrics.Average()),
         {"values": jnp.ones(3), "sample_weight": jnp.ones(3)},
