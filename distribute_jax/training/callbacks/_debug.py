@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from distribute_jax._checks import check_choice, check_int, converting, refuse
+from distribute_jax._checks import check_choice, check_int
 from distribute_jax._errors import (
     ArgumentError,
     OutOfSyncError,
@@ -59,12 +58,9 @@ class ProfilerCallback(Callback):
         self, log_dir: str | os.PathLike[str], batches: int | tuple[int, int] = (10, 20)
     ) -> None:
         super().__init__()
-        expected = "the first batch and the last, such as (10, 20)"
-        with converting("batches", batches, expected):
-            first, last = batches if isinstance(batches, tuple) else (batches, batches)
-            if not 0 <= operator.index(first) <= operator.index(last):
-                refuse("batches", expected, batches)
-        self.log_dir, self.first, self.last = os.fspath(log_dir), first, last
+        first, last = batches if isinstance(batches, tuple) else (batches, batches)
+        self.first = check_int("batches: the first", first, 0)
+        self.log_dir, self.last = os.fspath(log_dir), check_int("batches: the last", last, first)
         self._is_recording = False
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
