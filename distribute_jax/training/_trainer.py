@@ -335,8 +335,6 @@ _NOT_ROWS = (
 class Outputs:
     """Collects the outputs of ``predict`` on the host, without waiting for the newest steps."""
 
-    newest: Any = None
-
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._parts: list[Any] = []
@@ -345,35 +343,26 @@ class Outputs:
     def add(self, outputs: Any, examples: int) -> None:
         """Adds the outputs of a batch of ``examples``, which may not be computed yet."""
         self._pending.append((outputs, examples))
-        self._gather(max_pending=self._strategy._max_pending)
+        self._gather(max_pending=max(self._strategy._max_pending, 1))
 
     def _gather(self, max_pending: int) -> None:
-        while len(self._pending) > max_pending:
-            self._gather_batch(*self._pending.popleft())
-
-    def _gather_batch(self, outputs: Any, examples: int) -> None:
         gather = partial(self._strategy.gather, axis=0)
-        gathered = jax.tree.map(gather, self._strategy._fetch(outputs), is_leaf=is_per_replica)
-        if any(leaf.shape[0] != examples for leaf in jax.tree.leaves(gathered)):
-            raise ArgumentError(_NOT_ROWS.format(names=""))
-        self._flush()
-        self.newest = gathered
+        while len(self._pending) > max_pending:
+            outputs, examples = self._pending.popleft()
+            gathered = jax.tree.map(gather, self._strategy._fetch(outputs), is_leaf=is_per_replica)
+            if any(leaf.shape[0] != examples for leaf in jax.tree.leaves(gathered)):
+                raise ArgumentError(_NOT_ROWS.format(names=""))
+            self._parts.append(jax.tree.map(np.asarray, gathered))
 
     def logs(self) -> dict[str, Any]:
         self._gather(max_pending=0)
-        return {"outputs": self.newest}
+        return {"outputs": self._parts[-1]}
 
     def result(self) -> Any:
         self._gather(max_pending=0)
-        self._flush()
         if not self._parts:
             return None
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *self._parts)
-
-    def _flush(self) -> None:
-        if self.newest is not None:
-            self._parts.append(jax.tree.map(np.asarray, self.newest))
-            self.newest = None
 
 
 class ReentrancyGuard:
