@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from distribute_jax._absent import getattr_with_hints
-from distribute_jax._checks import check_choice, check_number, converting, refuse
+from distribute_jax._checks import check_choice, check_number, converting
 from distribute_jax._errors import ArgumentError, ContextError, log_once
 from distribute_jax._messages import leaf_text, promoting, real_array
 from distribute_jax._padding import align, real_mask
@@ -74,7 +74,8 @@ class Loss:
         kind = type(self).__name__
         check_choice(f"{kind}: reduction", reduction, REDUCTIONS)
         self.name, self.reduction = name or kind, reduction
-        self.dtype = _checked_dtype(kind, dtype)
+        with converting(f"{kind}: dtype", dtype, "a floating dtype"):
+            self.dtype = None if dtype is None else jnp.finfo(dtype).dtype
 
     @property
     def expects(self) -> str | None:
@@ -206,16 +207,6 @@ def one_for_each(what: str, losses: Any, y_pred: Any) -> jax.Array:
         )
     array = jnp.asarray(losses)
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.float32)
-
-
-def _checked_dtype(kind: str, dtype: Any) -> Any:
-    if dtype is None:
-        return None
-    name, wanted = f"{kind}: dtype", "a floating dtype"
-    with converting(name, dtype, wanted):
-        if jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-            return jnp.dtype(dtype)
-    return refuse(name, wanted, dtype)
 
 
 def check_smoothing(name: str, label_smoothing: Any) -> None:

@@ -84,15 +84,11 @@ class Metric(nnx.metrics.Metric):
         Args:
             kwargs: what the metric needs; it ignores keywords that it does not know.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has to define update(self, **kwargs), which update_state calls"
-        )
+        raise NotImplementedError(f"{type(self).__name__} has to define update(self, **kwargs)")
 
     def compute(self) -> Any:
         """Returns the value of the metric; a subclass defines it."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has to define compute(self), which result calls"
-        )
+        raise NotImplementedError(f"{type(self).__name__} has to define compute(self)")
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Calls ``update`` with Keras's arguments, labels first. ``Mean`` and similar metrics take values.
