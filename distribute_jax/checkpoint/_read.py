@@ -129,8 +129,9 @@ def manifest_of(directory: Directory, name: str) -> Manifest:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise CheckpointDamagedError(
             f"{where} has no {MANIFEST}, so it was not written to its end, or is not a checkpoint of "
-            "this library: those are folders. Weights in a file of PyTorch or Keras are read with its own "
-            "functions, and set as arrays: model.set_weights([np.asarray(w) for w in weights])"
+            "this library: those are folders. Steps of a CheckpointManager are read by its restore_latest, "
+            "weights in a file of PyTorch or Keras by its own functions, and set as arrays: "
+            "model.set_weights([np.asarray(w) for w in weights])"
         ) from error
     except OSError as error:
         raise CheckpointFileError(f"{where} cannot be read: {error}") from error

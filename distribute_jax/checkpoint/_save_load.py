@@ -16,7 +16,6 @@ import jax
 from distribute_jax import _context
 from distribute_jax._errors import (
     ArgumentError,
-    CheckpointDamagedError,
     CheckpointError,
     CheckpointFileError,
     DonatedError,
@@ -40,7 +39,6 @@ from distribute_jax.checkpoint._read import (
     put_values,
     read_leaves,
 )
-from distribute_jax.checkpoint._steps import folders
 from distribute_jax.checkpoint._storage import Directory, DiskDirectory, bucket_directory
 from distribute_jax.checkpoint._write import Draft, check_same_tree, copy_to_host, write_checkpoint
 from distribute_jax.processes import RESTORING, current_job, doing
@@ -96,25 +94,13 @@ def load(path: str | os.PathLike[str], tree: Any, *, partial: bool = False) -> A
     def manifest() -> Manifest:
         if not directory.exists(name):
             raise CheckpointError(f"There is no checkpoint at {directory.path_of(name)}.")
-        whole = _manifest(directory, name, path)
+        whole = manifest_of(directory, name)
         if not partial:
             return whole
         paths = {slot.spec.path for slot in slots_of(tree)[0]}
         return replace(whole, leaves=tuple(x for x in whole.leaves if x.spec.path in paths))
 
     return restore_tree(directory, name, manifest, tree, "load")
-
-
-def _manifest(directory: Directory, name: str, path: str | os.PathLike[str]) -> Manifest:
-    try:
-        return manifest_of(directory, name)
-    except CheckpointDamagedError as error:
-        if os.path.isdir(path) and folders(directory_of("load", path)):
-            raise CheckpointError(
-                f"{os.fspath(path)} holds the steps of a CheckpointManager. Restore one with "
-                "dj.CheckpointManager(path).restore_latest(tree), where tree is as it was saved."
-            ) from error
-        raise
 
 
 def _directory_and_name(method: str, path: str | os.PathLike[str]) -> tuple[Directory, str]:

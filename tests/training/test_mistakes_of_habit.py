@@ -251,7 +251,7 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "a folder to export into": (lambda s, p: model(s).export(p, X[:1]), "the path of a file"),
     "a file of weights": (lambda s, p: model(s).load_weights(file(p)), r"model.set_weights\(\[np.asarray"),
     "one step twice": (lambda s, p: twice(p), "holds step 1 already"),
-    "weights of a manager": (as_weights, "holds the steps of a CheckpointManager"),
+    "weights of a manager": (as_weights, "Steps of a CheckpointManager are read by its restore_latest"),
     "an optimizer that needs the loss": (
         lambda s, _: fit(s, optimizer=PLATEAU), "reduce_on_plateau of optax needs 'value' at each update"
     ),
