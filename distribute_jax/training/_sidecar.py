@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import time
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,12 @@ from flax import nnx
 
 from distribute_jax import checkpoint
 from distribute_jax._checks import check_int, check_optional
-from distribute_jax._errors import CheckpointDamagedError, CheckpointError, CheckpointFileError
+from distribute_jax._errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointFileError,
+    log_once,
+)
 from distribute_jax.checkpoint._save_load import directory_of
 from distribute_jax.training._batches import Keys
 from distribute_jax.training._fit import check_ends, validation_dataset
@@ -80,7 +84,6 @@ class SidecarEvaluator:
         self.callbacks = callbacks
         self._directory = directory_of("SidecarEvaluator", checkpoint_dir)
         self._last = -1
-        self._warned: set[str] = set()
         model.trainer  # noqa: B018  raises if the model is not compiled
         with model.strategy.scope():
             self._data = validation_dataset(model.strategy, data, None, Keys())
@@ -120,9 +123,7 @@ class SidecarEvaluator:
                 with self.model.strategy.scope():
                     self._load(self._directory.path_of(name))
             except (CheckpointDamagedError, CheckpointFileError) as error:
-                if name not in self._warned:
-                    warnings.warn(f"SidecarEvaluator skips {name}: {error}", stacklevel=3)
-                self._warned.add(name)
+                log_once(f"SidecarEvaluator skips {name}: {error}")
             else:
                 self._last = numbers[name]
                 return name

@@ -326,8 +326,6 @@ class Stateful:
         """
         if Path(path).is_dir():
             refuse("export(path)", "the path of a file", path)
-        with converting("export(platforms)", platforms, "a list of platforms, or None"):
-            platforms = None if platforms is None else list(platforms)
         for platform in platforms or ():
             check_choice("export(platforms)", platform, _PLATFORMS)
         if batch_size is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -14,7 +13,7 @@ import numpy as np
 
 from distribute_jax._absent import getattr_with_hints
 from distribute_jax._checks import brief, check_choice, importing, refusing, takes
-from distribute_jax._errors import ArgumentError, ArgumentTypeError, warn_user
+from distribute_jax._errors import ArgumentError, ArgumentTypeError, log_once
 from distribute_jax._messages import not_a_name
 
 
@@ -200,16 +199,10 @@ def _check_hooks(callback: Callback) -> None:
                 f"{kind.__name__}.{hook} is called with {' and '.join(arguments)}, which it does not take. "
                 f"Write def {hook}(self, {', '.join(arguments)}=None)."
             )
-    unknown = [name for name in dir(kind) if name.startswith("on_") and name not in HOOKS]
-    if unknown and kind not in _warned_classes:
-        _warned_classes.add(kind)
-        for name in unknown:
-            warn_user(
-                f"{kind.__name__}.{name} is never called. {not_a_name('a hook', name, HOOKS)}"
-            )
-
-
-_warned_classes: weakref.WeakSet[type] = weakref.WeakSet()
+    for name in dir(kind):
+        if name.startswith("on_") and name not in HOOKS:
+            text = f"{kind.__name__}.{name} is never called. {not_a_name('a hook', name, HOOKS)}"
+            log_once(text, about=kind)
 
 
 def _overrides(callback: Callback, hook: str) -> bool:
