@@ -135,22 +135,16 @@ def check_shared(method: str, directory: Directory) -> None:
     name = by_chief(method, lambda: write_probe(directory))
     try:
         found = await_file(directory, name, hashlib.sha256(b"").hexdigest())
-        answers = all_values(method, [found is not None, str(directory)])
+        answers = all_values(method, found is not None)
     finally:
         if is_chief():
             directory.remove_file(name)
-    lines = [
-        f"  {job.name_of(i)} does not see it in {where}"
-        for i, (sees, where) in enumerate(answers)
-        if not sees
-    ]
-    if lines:
+    blind = [job.name_of(i) for i, sees in enumerate(answers) if not sees]
+    if blind:
         raise CheckpointFileError(
-            f"{method}: {job.name_of(0)} wrote a file into {answers[0][1]}, and not every process "
-            "finds it:\n"
-            + "\n".join(lines[:8])
-            + "\nThe processes of a job save into one directory that "
-            "all of them see. Give all the same path, on a network file system or in a bucket."
+            f"{method}: {job.name_of(0)} wrote a file into its directory, and {', '.join(blind[:8])} cannot "
+            f"find it; that of this process is {directory}. Give all processes of a job the same path, on a "
+            "network file system or in a bucket."
         )
 
 
