@@ -153,9 +153,8 @@ class Optimizer(nnx.Optimizer[Any]):
             raise ArgumentError(
                 "The learning rate of this optimizer is not part of its state, so it can be neither read nor "
                 "set. In your own loop write dj.Optimizer(model, optax.inject_hyperparams(optax.adam)("
-                "learning_rate=1e-3)). Compile with optax.adam(1e-3) or another optimizer of optax or chain "
-                'of them, with Keras\'s name, as optimizer="adam", or with optax.inject_hyperparams(make)('
-                "learning_rate=1e-3), where make(learning_rate) returns your transformation."
+                "learning_rate=1e-3)). Compile with an optimizer of optax or a chain of them, with Keras's "
+                "name, or for your own transformation as in the loop."
             )
         return rates[0]
 
