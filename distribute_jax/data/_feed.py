@@ -185,9 +185,8 @@ class GlobalBatches(Feed):
     def _check_resumable(self, method: str) -> None:
         if self.cuts_batches:
             raise ArgumentError(
-                f"iterator.{method} counts batches, but if each of {self._worker.count} processes reads "
-                "other files or batches, one batch makes several steps. Let every process read everything "
-                'and take its part: dj.InputOptions(auto_shard_policy="data").'
+                f"iterator.{method} counts batches, and one makes several steps if processes read different "
+                'ones. Let every process read everything: dj.InputOptions(auto_shard_policy="data").'
             )
         if not self._source.can_resume:
             raise ArgumentError(

@@ -42,8 +42,7 @@ def from_iterable(source: Any, method: str) -> Stream:
         raise ArgumentError(
             f"{method} got a tuple of {len(source)} arrays with {_rows(source[0])} rows each, which would be "
             f"read as {len(source)} batches. To batch corresponding rows pass dj.data.from_arrays((x, "
-            "y)).batch(256); if the tuple is one global batch pass a list of it, [(x, y)]; if each array is "
-            "a batch pass them in a list, [x, y]."
+            "y)).batch(256); for one global batch a list of it, [(x, y)]; for several a list, [x, y]."
         )
     if not _is_iterable(source) and not takes(source):
         raise ArgumentError(
