@@ -218,14 +218,10 @@ class Keys:
         """Returns a batch as a step's positional arguments: ``(x,)``, ``(x, y)`` or with weights."""
         if not self:
             return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-        if not isinstance(batch, dict):
+        if not isinstance(batch, dict) or self.x is None:
             raise ArgumentError(
-                f"x_key={self.x!r}, y_key={self.y!r} name entries of batches that are dicts, and a "
-                f"batch is a {type(batch).__name__}. Leave them out."
-            )
-        if self.x is None:
-            raise ArgumentError(
-                f"y_key={self.y!r} was passed without x_key. Pass both, of {sorted(batch)}."
+                f"x_key={self.x!r}, y_key={self.y!r} name entries of batches that are dicts; a batch is a "
+                f"{type(batch).__name__}. Pass x_key, also beside y_key, or leave both out."
             )
         return tuple(_entry(batch, key) for key in (self.x, self.y) if key is not None)
 

@@ -166,9 +166,8 @@ class Model(Stateful):
         """
         if self._trainer is not None and self._trainer.guard.is_running:
             raise ContextError(
-                "compile was called while fit, evaluate or predict runs this model, which would end with "
-                "the optimizer and loss that it began with. Compile between two calls of fit: the second "
-                "continues with initial_epoch=."
+                "compile was called while fit, evaluate or predict runs this model with another optimizer. "
+                "Compile between two calls of fit: the second continues with initial_epoch=."
             )
         with self.strategy.scope():
             check_placed(self.module, self.strategy)

@@ -230,9 +230,8 @@ def select_weight(weight: Any, key: Any, y: PyTree) -> Any:
     by_key, targets = dict(_keyed(weight)), [name for name, _ in _keyed(y)]
     if not (set(targets) >= set(by_key) if isinstance(weight, dict) else targets == [*by_key]):
         raise ArgumentError(
-            f"sample_weight is {_describe(weight)}, and the targets are {_describe(y)}. Pass one array of "
-            "weights, which counts for all outputs, or arrays in the structure of the targets, of which "
-            "a dict may leave some out."
+            f"sample_weight is {_describe(weight)}, and the targets are {_describe(y)}. Pass one array for "
+            "all outputs, or arrays in the structure of the targets, of which a dict may leave some out."
         )
     return by_key.get(key)
 
@@ -268,13 +267,9 @@ def as_nnx(module: Any, sample_input: PyTree, rngs: Any, strategy: Strategy) -> 
             "dj.Model: module must be an instance of an nnx.Module, or of a Linen module with a "
             f"sample_input; got {leaf_text(module)}. Layers go into nnx.Sequential(*layers)."
         )
-    if any(not is_array(leaf) for leaf in jax.tree.leaves(sample_input)):
-        refuse("dj.Model: sample_input", "an array or a pytree of arrays, as x[:1]", sample_input)
-    if sample_input is None:
-        raise ArgumentError(
-            f"dj.Model got the Linen module {type(module).__name__} without a sample input, from which its "
-            "weights get their shapes: dj.Model(module, sample_input=x[:1])."
-        )
+    if sample_input is None or not all(map(is_array, jax.tree.leaves(sample_input))):
+        wanted = "an array or a pytree of arrays, as x[:1], for a Linen module"
+        refuse("dj.Model: sample_input", wanted, sample_input)
     with strategy.scope():
         bridged = nnx.bridge.ToNNX(module, rngs=rngs or nnx.Rngs(0))
         sample = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), sample_input)

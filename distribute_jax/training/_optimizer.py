@@ -140,8 +140,7 @@ class Optimizer(nnx.Optimizer[Any]):
         if self._rates("hyperparams_states"):
             raise ArgumentError(
                 "The learning rate of this optimizer follows a schedule, which sets it at each update. "
-                "Compile with a number, as optax.adam(1e-3), to set it, or leave out the callback that "
-                "sets it."
+                "Compile with a number, as optax.adam(1e-3), to set it."
             )
         old = variable.get_raw_value()  # same dtype and sharding, so nothing is compiled again
         variable.set_raw_value(put(np.asarray(rate, old.dtype), old.sharding))

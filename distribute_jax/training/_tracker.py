@@ -249,7 +249,8 @@ class Snapshot:
                 is_empty = self._returned is not None and not tracker.loss.count[...]
                 with np.errstate(divide="ignore", invalid="ignore"):  # NaN, as on devices
                     computed = {} if is_empty else tracker.compute()
-                self._logs = {name: _as_python(value) for name, value in computed.items()}
+                arrays = {name: np.asarray(value) for name, value in computed.items()}
+                self._logs = {name: a if a.ndim else a.item() for name, a in arrays.items()}
             self._logs |= {} if self._returned is None else self._returned.means()
         return self._logs
 
@@ -277,11 +278,6 @@ def as_keras(logs: dict[str, Any], return_dict: bool) -> Any:
         return logs
     values = list(logs.values())
     return values[0] if len(values) == 1 else values
-
-
-def _as_python(value: Any) -> Any:
-    array = np.asarray(value)
-    return array.item() if array.ndim == 0 else array
 
 
 _MAX_UNREAD = 1000

@@ -95,7 +95,7 @@ class Trainer:
     def steps_per_execution(self, kind: str) -> StepsPerExecution:
         """Returns the ``StepsPerExecution`` of a kind, which later epochs share."""
         if kind not in self._executions:
-            agree = float if is_local(self.strategy.mesh) else chief_seconds
+            agree = float if is_local(self.strategy.mesh) else _chief_seconds
             steps = 1 if kind == "predict" else self.setup.steps_per_execution
             self._executions[kind] = StepsPerExecution(steps, self._wait, agree=agree)
         return self._executions[kind]
@@ -383,9 +383,8 @@ class ReentrancyGuard:
         # Waiting could deadlock: the other run may be in a callback that waits for this thread.
         if not self._lock.acquire(blocking=False):
             raise ContextError(
-                f"{method} was called while another thread runs this model, whose weights and mode "
-                "(dropout on or off) both would change. Wait for the other call to end, or make a "
-                "dj.Model for each thread."
+                f"{method} was called while another thread runs this model, whose weights and mode both "
+                "would change. Wait for the other call to end, or make a dj.Model for each thread."
             )
         try:
             with explicit_transfers(), self._restored() if self.is_running else nullcontext():
@@ -411,7 +410,6 @@ class ReentrancyGuard:
                 logs.text = text
 
 
-_EXCHANGE_KEY = "steps_per_execution"
 _MAX_STEPS = 32
 _MEASURED_SECONDS = 0.2
 """How long each size is measured."""
@@ -419,9 +417,8 @@ _WORTHWHILE = 0.95
 """A larger size is kept if a batch takes less than this fraction of the time."""
 
 
-def chief_seconds(seconds: float) -> float:
-    """Returns on every process of a job the ``seconds`` of process 0."""
-    return float(current_job().exchange(_EXCHANGE_KEY, repr(seconds))[0])
+def _chief_seconds(seconds: float) -> float:
+    return float(current_job().exchange("steps_per_execution", repr(seconds))[0])
 
 
 class StepsPerExecution:

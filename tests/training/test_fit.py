@@ -430,7 +430,7 @@ def test_invalid_arguments_are_refused(s4: dj.MirroredStrategy):
         (lambda: model.compile("adam", "mse", steps_per_execution=0), "steps_per_execution"),
         (lambda: model.compile("adam", "mse", metrics=[3]), "metric"),
         (lambda: model.compile("adam", {"a": "mse"}, loss_weights={"a": "x"}), r"loss_weights\).*'x'"),
-        (lambda: dj.Model(linen.Dense(2)), "sample input"),
+        (lambda: dj.Model(linen.Dense(2)), "sample_input"),
         (lambda: dj.Model([Net()]), r"got a list.*nnx\.Sequential"),
         (lambda: dj.Model(print), "nnx.Module"),
     ]  # fmt: skip

@@ -208,8 +208,8 @@ def test_x_key_and_y_key_name_entries_of_dict_batches(s4: dj.Strategy):
             r"dicts of 'image', 'label'.*fit\(dataset, x_key=…, y_key=…\)",
         ),
         ([{"image": X}], {"x_key": "im", "y_key": "label"}, r"no entry 'im'.*\['image'\]"),
-        ([{"image": X}], {"y_key": "label"}, "without x_key"),
-        ([(X, Y)], {"x_key": "image"}, "a batch is a tuple. Leave them out"),
+        ([{"image": X}], {"y_key": "label"}, "also beside y_key"),
+        ([(X, Y)], {"x_key": "image"}, "a batch is a tuple. Pass x_key"),
     ],
 )
 def test_dict_batches_without_the_right_keys_are_refused(

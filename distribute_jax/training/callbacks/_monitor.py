@@ -255,11 +255,8 @@ class LearningRateScheduler(Callback):
         super().__init__()
         self._takes_rate = takes(schedule, 0, 0.0)
         if not self._takes_rate and not takes(schedule, 0):
-            refuse(
-                "LearningRateScheduler: schedule",
-                "a function of (epoch) or of (epoch, learning_rate)",
-                schedule,
-            )
+            wanted = "a function of (epoch) or of (epoch, learning_rate)"
+            refuse("LearningRateScheduler: schedule", wanted, schedule)
         self.schedule, self.verbose = schedule, verbose
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
