@@ -112,9 +112,10 @@ _MEAN = (
 )
 
 _NO_PART = (
-    "%s returned %s, whose sum over the replicas, %.4g, is reported and is not that of one device, %.4g: "
-    "return this replica's part of a mean, dj.compute_average_loss(values) of one value for each example, or "
-    "a value that is equal on all replicas: a maximum is that of dj.get_replica_context().all_gather(values)."
+    "%s returned %s, which is reported as %.4g, the sum of what differs between replicas, and not as on one "
+    "device, %.4g: return this replica's part of a mean, dj.compute_average_loss(values) of one value for "
+    "each example, or a value that is equal on all replicas: a maximum is that of "
+    "dj.get_replica_context().all_gather(values), a count of examples its real_examples."
 )
 
 _TOO_SMALL = (
@@ -265,11 +266,13 @@ class _Comparison:
         """Logs once each scalar result that is a mean, or another number, where the results are summed."""
         _, _, _, many, one = self._native
         for k, name in enumerate(self.entry.output_names() if results_are_parts.get() else []):
-            if k < self.entry.state_size or one[k].shape or many[k].shape[:1] != (self._replicas,):
+            is_equal = not many[k].shape  # on all replicas, and reported as it is
+            is_summed = many[k].shape[:1] == (self._replicas,)
+            if k < self.entry.state_size or one[k].shape or not (is_equal or is_summed):
                 continue
             each, alone = (np.asarray(on_host(value), np.float64) for value in (many[k], one[k]))
             step, total = self.entry.step, each.sum()
-            if alone and np.isclose(each.mean(), alone, 1e-3):
+            if is_summed and alone and np.isclose(each.mean(), alone, 1e-3):
                 log_once(_MEAN, step, name, self._replicas, about=(step, name))
             elif abs(total - alone) > 0.02 * abs(each).sum():  # more than the rounding of bfloat16
                 log_once(_NO_PART, step, name, total, alone, about=(step, name))
