@@ -74,8 +74,9 @@ class Loss:
         kind = type(self).__name__
         check_choice(f"{kind}: reduction", reduction, REDUCTIONS)
         self.name, self.reduction = name or kind, reduction
+        finfo: Any = jnp.finfo
         with converting(f"{kind}: dtype", dtype, "a floating dtype"):
-            self.dtype = None if dtype is None else jnp.finfo(dtype).dtype
+            self.dtype = None if dtype is None else finfo(dtype).dtype
 
     @property
     def expects(self) -> str | None:

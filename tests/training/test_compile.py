@@ -172,9 +172,8 @@ def test_filters_that_select_no_weight_are_refused():
     assert "2,048 trained parameters" in repr(model)
     with pytest.raises(dj.ArgumentError, match=r"(?s)selects no weight of:.*head\.kernel"):
         model.compile(trainable="^haed")
-    for wrong in ("(", 3):
-        with pytest.raises(dj.ArgumentError, match=r"compile\(trainable\) must be a regular expr"):
-            model.compile(trainable=wrong)
+    with pytest.raises(dj.ArgumentError, match=r"compile\(trainable\) must be a regular expr"):
+        model.compile(trainable=3)
 
 
 @pytest.mark.exhaustive

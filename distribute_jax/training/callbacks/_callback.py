@@ -202,7 +202,7 @@ def _check_hooks(callback: Callback) -> None:
     for name in dir(kind):
         if name.startswith("on_") and name not in HOOKS:
             text = f"{kind.__name__}.{name} is never called. {not_a_name('a hook', name, HOOKS)}"
-            log_once(text, about=kind)
+            log_once(text)
 
 
 def _overrides(callback: Callback, hook: str) -> bool:
