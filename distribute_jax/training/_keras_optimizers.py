@@ -178,6 +178,8 @@ def with_adjustable_rate(tx: optax.GradientTransformation) -> optax.GradientTran
     """
     parts = list(_parts(tx.init, tx.update))
     rates = [(i, rate) for i, part in enumerate(parts) if (rate := _adjustable(part.update))]
+    # A factor of -1 beside another only turns the sign.
+    rates = [one for one in rates if _step_size(parts[one[0]].update) not in (1, -1)] or rates[:1]
     if len(rates) != 1:
         return tx
     ((i, rate),) = rates
@@ -201,10 +203,9 @@ def _parts(init: Any, update: Any) -> Iterator[optax.GradientTransformationExtra
 def _adjustable(update: Any) -> optax.GradientTransformationExtraArgs | None:
     """Returns a part that multiplies by a number or schedule, with the rate as state; None for others."""
     update = _inner(update)
-    variables, dtype = _closure(update), jnp.result_type(float)
-    step, schedule = variables.get("step_size"), variables.get("step_size_fn")
-    # A factor of -1 only turns the sign.
-    if _name(update) == _SCALE and isinstance(step, (int, float)) and abs(step) != 1:
+    schedule = _closure(update).get("step_size_fn")
+    step, dtype = _step_size(update), jnp.result_type(float)
+    if step is not None:
         make = optax.inject_hyperparams(
             lambda learning_rate: optax.scale(learning_rate if step > 0 else -learning_rate),
             hyperparam_dtype=dtype,
@@ -216,6 +217,12 @@ def _adjustable(update: Any) -> optax.GradientTransformationExtraArgs | None:
         )
         return make(learning_rate=lambda count: abs(schedule(count)), step=schedule)
     return None
+
+
+def _step_size(update: Any) -> float | None:
+    """Returns the number by which a part multiplies; None for other parts."""
+    step = _closure(_inner(update)).get("step_size")
+    return step if _name(update) == _SCALE and isinstance(step, (int, float)) else None
 
 
 def _name(update: Any) -> str | None:

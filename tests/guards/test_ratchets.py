@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_908,
+    lines: 51_915,
     lines_of_tests: 51_873,
     files: 205,
     pieces: 0,

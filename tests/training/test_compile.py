@@ -77,7 +77,7 @@ def test_metrics_of_every_kind(strategy: dj.Strategy):
         *(long(tx) for tx in (optax.adamw, optax.adafactor, optax.fromage)),
     ],
 )
-@pytest.mark.parametrize("rate", [0.1, optax.cosine_decay_schedule(0.1, 5)])
+@pytest.mark.parametrize("rate", [0.1, 1.0, optax.cosine_decay_schedule(0.1, 5)])
 def test_a_rate_that_became_state_changes_no_update(make: Any, rate: Any):
     """To rounding: XLA no longer folds a constant. Fromage, which uses the rate twice, does not change."""
     plain = make(rate)
