@@ -126,6 +126,8 @@ def _tasks(job: object, tasks: object) -> dict[int, str]:
 CHIEF = "chief"
 WORKER = "worker"
 EVALUATOR = "evaluator"
+MAX_TASKS = 1 << 20
+"""More than any cluster has; the list of a larger number would fill the memory."""
 _ACCELERATORS = {"gpu": "GPU", "cuda": "GPU", "rocm": "GPU"}
 
 
@@ -389,6 +391,10 @@ class ClusterResolver(abc.ABC):
     def _rank_and_size(self, rank_name: str, size_name: str) -> tuple[int, int]:
         """Returns two environment variables, of which the first must be below the second."""
         rank, size = self._number(rank_name), self._number(size_name)
+        if size > MAX_TASKS:
+            raise ClusterError(
+                f"{type(self).__name__}: {size_name}={size} must be at most {MAX_TASKS}."
+            )
         if rank >= size:
             raise ClusterError(
                 f"{type(self).__name__}: {rank_name}={rank} must be below {size_name}={size}. "

@@ -321,7 +321,9 @@ class SageMakerClusterResolver(ClusterResolver):
         return super().master(task_type, task_id, rpc_layer) if len(self._hosts()) > 1 else ""
 
     def _detected_task(self) -> tuple[str | None, int | None]:
-        return WORKER, self._hosts().index(self._variable("SM_CURRENT_HOST"))
+        hosts, host = self._hosts(), self._variable("SM_CURRENT_HOST")
+        with converting("SM_CURRENT_HOST", host, f"one of the hosts in SM_HOSTS, {hosts}"):
+            return WORKER, hosts.index(host)
 
     def _hosts(self) -> list[str]:
         text = self._variable("SM_HOSTS")

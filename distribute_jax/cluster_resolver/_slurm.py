@@ -19,11 +19,11 @@ import itertools
 import os
 import re
 import subprocess
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
 from distribute_jax._errors import ArgumentError, ClusterError
-from distribute_jax.cluster_resolver._base import WORKER, ClusterResolver, ClusterSpec
+from distribute_jax.cluster_resolver._base import MAX_TASKS, WORKER, ClusterResolver, ClusterSpec
 
 PROCID = "SLURM_PROCID"
 NUM_TASKS = "SLURM_STEP_NUM_TASKS"
@@ -227,7 +227,15 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 def expand_hosts(text: str) -> list[str]:
     """Returns the hosts of a list, in order and with leading zeros."""
-    return [host for part in _OUTSIDE_BRACKETS.split(text.strip()) for host in _hosts(part, text)]
+    parts = _OUTSIDE_BRACKETS.split(text.strip())
+    return _limited((host for part in parts for host in _hosts(part, text)), text)
+
+
+def _limited(items: Iterable[Any], text: str) -> list[Any]:
+    first = list(itertools.islice(items, MAX_TASKS + 1))
+    if len(first) > MAX_TASKS:
+        raise ArgumentError(f"{text!r:.200} stands for more than {MAX_TASKS} hosts or tasks.")
+    return first
 
 
 def expand_tasks(text: str) -> list[int]:
@@ -239,17 +247,18 @@ def expand_tasks(text: str) -> list[int]:
                 f"The number of tasks on each host is {text!r}; it must be numbers separated by commas, "
                 "of which '2(x3)' stands for 2,2,2."
             )
-        counts += [int(match[1])] * int(match[2] or 1)
+        times = min(int(match[2] or 1), MAX_TASKS + 1)
+        counts = _limited([*counts, *itertools.repeat(int(match[1]), times)], text)
     return counts
 
 
-def _hosts(part: str, text: str) -> list[str]:
+def _hosts(part: str, text: str) -> Iterator[str]:
     """Returns the hosts of one part, which may hold several brackets."""
     pieces = list(_PIECE.finditer(part))
     if not pieces or "".join(piece[0] for piece in pieces) != part:
         raise _malformed(text, part)
     choices = [_choices(p[1], text) if p[1] is not None else [p[2]] for p in pieces]
-    return ["".join(names) for names in itertools.product(*choices)]
+    return map("".join, itertools.product(*choices))
 
 
 def _choices(inside: str, text: str) -> list[str]:
@@ -260,7 +269,8 @@ def _choices(inside: str, text: str) -> list[str]:
         if _WORD.fullmatch(item):
             choices.append(item)
         elif first.isdecimal() and last.isdecimal() and int(first) <= int(last):
-            choices += [str(i).zfill(len(first)) for i in range(int(first), int(last) + 1)]
+            numbers = _limited(range(int(first), int(last) + 1), text)
+            choices += [str(i).zfill(len(first)) for i in numbers]
         else:
             raise _malformed(text, f"[{inside}]")
     return choices

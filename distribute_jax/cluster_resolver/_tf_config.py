@@ -128,12 +128,13 @@ def _read() -> _TFConfig:
     text = os.environ.get(TF_CONFIG, "").strip()
     try:
         config = _object(json.loads(text or "{}"), "the whole")
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason, at = getattr(error, "msg", "too many brackets"), getattr(error, "pos", 0)
         raise TFConfigError(
-            f"The environment variable TF_CONFIG is not JSON ({error.msg}). It was {text!r:.300}, and "
+            f"The environment variable TF_CONFIG is not JSON ({reason}). It was {text!r:.300}, and "
             f"must be like {_EXAMPLE}. The error is at",
-            error.doc,
-            error.pos,
+            text,
+            at,
         ) from None
     task = _object(config.get("task") or {}, "its 'task'")
     index = None if task.get("index") is None else _index(task["index"], "its task's 'index'")

@@ -71,6 +71,7 @@ def test_an_ipv6_address_of_torchrun_gets_brackets(launched, address):
         ({"RANK": None}, "RANK not found in environment. Start the program with torchrun"),
         ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many'"),
         ({"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4"),
+        ({"WORLD_SIZE": f"{10**20}"}, "WORLD_SIZE=100000000000000000000 must be at most 1048576"),
         ({"MASTER_PORT": "70000"}, "whose address is 'a:70000'"),
         ({"MASTER_ADDR": ""}, "whose address is ':29500'"),
     ],
@@ -142,6 +143,7 @@ def test_sage_maker_sorts_its_hosts_by_name(launched):
         ({"SM_HOSTS": None}, "SM_HOSTS not found"),
         ({"SM_HOSTS": "algo-1"}, "must be a JSON list of hosts"),
         ({"SM_CURRENT_HOST": None}, "SM_CURRENT_HOST not found"),
+        ({"SM_CURRENT_HOST": "b"}, "SM_CURRENT_HOST must be one of the hosts in SM_HOSTS"),
     ],
 )
 def test_malformed_sage_maker_variables_are_named(launched, change, says):

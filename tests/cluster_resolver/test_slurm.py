@@ -30,6 +30,20 @@ def test_a_list_of_hosts_is_expanded_in_its_order(text, hosts):
     assert expand_hosts(text) == hosts.split()
 
 
+@pytest.mark.parametrize(
+    ("expand", "text"),
+    [
+        (expand_hosts, "n[0-99999][0-99999]"),
+        (expand_hosts, "n[0-99999999999999]"),
+        (expand_tasks, "1(x99999999999999)"),
+    ],
+)
+def test_a_list_of_more_hosts_or_tasks_than_slurm_has_is_refused(expand, text):
+    """It would fill the memory."""
+    with pytest.raises(ValueError, match="stands for more than 1048576 hosts or tasks"):
+        expand(text)
+
+
 @pytest.mark.parametrize("text", ["", "n[1-", "n1-2]", "n[]", "n[3-1]", "a,,b", "n[1,]", "a b"])
 def test_a_malformed_list_of_hosts_is_refused(text):
     with pytest.raises(ValueError, match="Invalid hostlist format"):

@@ -97,6 +97,7 @@ def test_accelerators_are_those_of_this_task_by_default(tf_config):
 
 MALFORMED = {
     "not JSON": ("{'cluster': {}}", "is not JSON"),
+    "many brackets": ("[" * 100_000, "is not JSON"),
     "a list": ([], "the whole is"),
     "cluster is a list": ({"cluster": ["a:1"]}, "its 'cluster' is"),
     "job is an address": ({"cluster": {"worker": "a:1"}}, "job 'worker': the name of"),

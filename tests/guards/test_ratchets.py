@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_915,
-    lines_of_tests: 51_873,
+    lines: 51_934,
+    lines_of_tests: 51_890,
     files: 205,
     pieces: 0,
     private_words: 0,
