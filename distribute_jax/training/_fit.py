@@ -209,7 +209,8 @@ def check_ends(method: str, dataset: DistributedDataset, steps: int | None) -> N
 
 
 def class_weights(weights: Any) -> tuple[tuple[int, float], ...]:
-    with converting("class_weight", weights, "a dict from class numbers to numbers, as {0: 1.0}"):
+    wanted = "a dict of numbers, as {0: 1.0, 1: 5.0} or dict(enumerate(weights))"
+    with converting("class_weight", weights, wanted):
         pairs = [] if weights is None else sorted(weights.items())
         return tuple((operator.index(label), float(weight)) for label, weight in pairs)
 
