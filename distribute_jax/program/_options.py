@@ -43,8 +43,9 @@ class RunOptions:
     """Prove, when the step is traced, that it leaves state equal on all replicas; False trusts the step."""
     verify: Verify = field(default_factory=_from_environment)
     """When to run the step also on one device with the whole batch, from a copy of the state, and raise if
-    the two differ by more than rounding. ``"auto"``, the default: at the first call, if the step trains a
-    model of less than 256 MiB. Masks of dropout are then equal on all replicas; if the step draws other
+    the two differ by more than rounding. ``"auto"``, the default: at the first call, and the first with a
+    partial batch unless the loss is by ``compute_average_loss``, if the step trains a model of less than
+    256 MiB. Masks of dropout are then equal on all replicas; if the step draws other
     random numbers or keeps statistics of each replica's share, all get the examples of the first one. Only
     the new state is compared, and a step that cannot be compared is skipped silently. ``"first"`` and
     ``"always"``: at the first call or at every call, results included; also raises if the step cannot be
