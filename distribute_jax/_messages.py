@@ -106,7 +106,31 @@ def devices_hold(dtype: Any) -> bool:
 
 def is_key(value: Any) -> bool:
     """True for an array of typed random keys, which take part in no arithmetic."""
-    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return isinstance(value, jax.Array) and is_key_type(value)
+
+
+def is_key_type(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jax.dtypes.prng_key))
+
+
+_WIDER = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
+"""Programs compiled ahead of time do not take arrays of sub-byte dtypes (JAX 0.10.2)."""
+
+
+def as_numbers(value: Any) -> Any:
+    """Returns an array as it is sent or stored: keys as their data, sub-byte integers as bytes."""
+    if (wider := _WIDER.get(str(value.dtype))) is not None:
+        return value.astype(wider)
+    return jax.random.key_data(value) if is_key_type(value) else value
+
+
+def from_numbers(value: Any, like: Any) -> Any:
+    """Returns the array of the type of ``like`` of which ``value`` is ``as_numbers``."""
+    if not is_key_type(like):
+        return value.astype(like.dtype) if str(like.dtype) in _WIDER else value
+    kinds: list[Any] = []
+    jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), like)
+    return jax.random.wrap_key_data(value, impl=kinds[0])
 
 
 def on_bits(function: Callable[[jax.Array], jax.Array], array: jax.Array) -> jax.Array:

@@ -1,12 +1,11 @@
 """Compiles a per-replica function into one program: bind, trace, prove, plan, lower, call.
 
 In the order of a call: ``_run`` looks up a program (``_arguments``, ``_binding``, ``_cache``), and
-``_program`` builds one if there is none. ``_capture``, ``_graph`` and ``_places`` find what the function
+``_program`` builds one if there is none. ``_capture``, ``_graph`` and ``_paths`` find what the function
 reaches, ``_trace`` traces it into a jaxpr, ``_replication`` proves which values are equal on all replicas,
 ``_plan`` decides how state and results are combined, ``_lowerings`` compiles a program for the mesh, with
-``_sharded_update`` and ``_gather`` where ``_placement`` shards state, and ``_call`` executes it. ``_halves``
-and ``_divide`` divide a step among workers and parameter servers, and ``_part`` compiles what each of them
-runs. ``_padding_check`` and ``_verify`` check results, ``_across_processes`` the other processes.
+``_sharded_update`` and ``_gather`` where ``_placement`` shards state, and ``_call`` executes it.
+``_padding_check`` and ``_verify`` check results, ``_across_processes`` the other processes.
 """
 
 from distribute_jax.program._aggregation import (
@@ -23,20 +22,11 @@ from distribute_jax.program._ahead_of_time import (
     plan_table as plan_table,
 )
 from distribute_jax.program._binding import step_lock as step_lock
-from distribute_jax.program._halves import (
-    Halves as Halves,
-    ServerHalf as ServerHalf,
-    build_halves as build_halves,
-)
 from distribute_jax.program._hlo import Collective as Collective
+from distribute_jax.program._notices import results_are_parts as results_are_parts
 from distribute_jax.program._options import (
     RunOptions as RunOptions,
     library_options as library_options,
-)
-from distribute_jax.program._part import (
-    Part as Part,
-    export_part as export_part,
-    load_part as load_part,
 )
 from distribute_jax.program._placement import (
     ParameterDevice as ParameterDevice,
@@ -48,7 +38,6 @@ from distribute_jax.program._placement import (
     modules_of as modules_of,
 )
 from distribute_jax.program._program import PreparationClock as PreparationClock
-from distribute_jax.program._remarks import results_are_parts as results_are_parts
 from distribute_jax.program._replica_context import (
     MergedValues as MergedValues,
     ReplicaContext as ReplicaContext,

@@ -29,8 +29,8 @@ from distribute_jax._messages import listed
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._capture import AttributeNames, captures
 from distribute_jax.program._graph import Graph, Walker
+from distribute_jax.program._paths import CapturePath, FixedValue, ItemPath, MemberPath
 from distribute_jax.program._placement import variable_paths
-from distribute_jax.program._places import CapturePath, FixedValue, ItemPath, MemberPath
 from distribute_jax.variables import readable_by_other_threads
 
 # While a step is traced, the user's objects hold tracers, which no other thread may see.

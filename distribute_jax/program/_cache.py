@@ -35,6 +35,7 @@ from distribute_jax.program._binding import (
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._capture import Captures, captures
 from distribute_jax.program._jaxprs import needed_only
+from distribute_jax.program._notices import Notice
 from distribute_jax.program._options import (
     UNVERIFIED,
     RunOptions,
@@ -43,7 +44,6 @@ from distribute_jax.program._options import (
 )
 from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import Program, build, preparing
-from distribute_jax.program._remarks import Notice
 from distribute_jax.program._replica_context import draws_per_replica
 from distribute_jax.program._state_placement import divide_state, place_state
 from distribute_jax.program._trace import Call, created_again_error, store_first_values

@@ -37,9 +37,9 @@ from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding, Contents
 from distribute_jax.program._program import Program, non_finite_kind, step_failure
 from distribute_jax.program._results import rebuild
+from distribute_jax.program._skipped_steps import StepCounts
 from distribute_jax.program._state_placement import fresh_copy
 from distribute_jax.program._trace_errors import explain_compile_errors
-from distribute_jax.program._undo import StepCounts
 
 _DONATED = """\
 These arrays were donated, so their memory is reused and they can no longer be read:

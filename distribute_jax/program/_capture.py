@@ -20,7 +20,7 @@ from typing import Any, cast
 import jax
 from flax import nnx
 
-from distribute_jax.program._places import (
+from distribute_jax.program._paths import (
     AttributePath,
     CapturePath,
     FixedValue,

@@ -37,7 +37,7 @@ from distribute_jax.program._capture import (
     is_library,
     is_optax,
 )
-from distribute_jax.program._places import (
+from distribute_jax.program._paths import (
     AttributePath,
     CapturePath,
     FixedValue,

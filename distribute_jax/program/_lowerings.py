@@ -37,13 +37,13 @@ from distribute_jax.program._hlo import has_exchange_in_branch
 from distribute_jax.program._jaxprs import ClosedJaxpr, has_effects, without_axis
 from distribute_jax.program._options import Lowering
 from distribute_jax.program._plan import Plan, model_shaped
-from distribute_jax.program._trace import Call, Traced, abstract, global_value, state_outputs
-from distribute_jax.program._undo import (
+from distribute_jax.program._skipped_steps import (
     StepCounts,
     chosen_by_cond,
     counts_at_start,
     keep_old_if_unsound,
 )
+from distribute_jax.program._trace import Call, Traced, abstract, global_value, state_outputs
 
 Evaluate = Callable[[ClosedJaxpr], Callable[..., list[Any]]]
 """Returns a jaxpr as a function."""

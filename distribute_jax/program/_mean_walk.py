@@ -14,18 +14,18 @@ import numpy as np
 from distribute_jax._mesh import DATA
 from distribute_jax.collectives._markers import part_gradient_p, unreduced_p
 from distribute_jax.program._jaxprs import consts_and_carries, names_axis
-from distribute_jax.program._padding_marks import evaluate
-from distribute_jax.program._remark_walks import (
+from distribute_jax.program._notice_marks import (
     KEEPS,
     OVER_ROWS,
     SCATTER_ADDS,
     SHAPES,
     Constant,
-    RemarkWalk,
+    NoticeWalk,
     Word,
     number_of,
     sums_over_rows,
 )
+from distribute_jax.program._padding_marks import evaluate
 from distribute_jax.program._replication import MIRRORED, RULES, Mark, Ref, contents, union
 from distribute_jax.program._walk import Marks
 
@@ -115,7 +115,7 @@ def means_of_shares(
     return walk.run(jaxpr, [_ROWS if has_rows else MIRRORED for has_rows in batch])
 
 
-class _MeanWalk(RemarkWalk):
+class _MeanWalk(NoticeWalk):
     """Marks sums over the rows of one replica, their quotients, and what the replicas combine of these."""
 
     def __init__(self, replicas: int, rows: int, normalizes: bool) -> None:

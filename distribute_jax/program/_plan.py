@@ -26,8 +26,8 @@ from distribute_jax.program._aggregation import (
     relation,
     rule_for,
 )
+from distribute_jax.program._notices import Notice, notices_of
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._remarks import Notice, remarks
 from distribute_jax.program._replication import MIRRORED, Mark, prove
 from distribute_jax.program._trace import Call, Traced, state_outputs
 from distribute_jax.variables import Variable, VariableAggregation
@@ -53,7 +53,7 @@ class Plan:
     merges: tuple[Merge, ...] = ()
     """State outputs that are combined jointly."""
     notices: tuple[Notice, ...] = ()
-    """Remarks about the step, each logged once."""
+    """Notices about the step, each logged once."""
     shares: tuple[Share, ...] = ()
     """For each array of the result: what each replica's part of it is."""
     diverging: tuple[str, ...] = ()
@@ -88,7 +88,7 @@ def plan(call: Call, traced: Traced, options: RunOptions, before: list[Mark] | N
     if replicas == 1:
         return Plan(combine, mirrored, shares=_UNKNOWN * results)
     new_state = frozenset(k for part in model_shaped(call, traced) for k in part.results)
-    notices = remarks(call, traced, before, combine, options, new_state)
+    notices = notices_of(call, traced, before, combine, options, new_state)
     return Plan(combine, mirrored, merges, *notices, diverging=diverging)
 
 

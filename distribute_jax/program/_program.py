@@ -23,7 +23,6 @@ from distribute_jax._errors import (
 from distribute_jax._mesh import DATA, cores_per_replica, replicas_per_device
 from distribute_jax._messages import error_text, listed
 from distribute_jax.processes import describe_processes
-from distribute_jax.program._in_turn import InTurn, in_turn
 from distribute_jax.program._jaxprs import equations, inputs_of, line, name, variables
 from distribute_jax.program._lowerings import (
     COMPILERS,
@@ -39,6 +38,7 @@ from distribute_jax.program._lowerings import (
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._placement import ParameterDevice, Replicas, data_dim, share_sharding
 from distribute_jax.program._plan import Plan, plan
+from distribute_jax.program._replica_scan import ReplicaScan, scan_replicas
 from distribute_jax.program._results import Results
 from distribute_jax.program._sharded_update import SplitStep, compile_global, lower_split
 from distribute_jax.program._state_placement import on_parameter_device
@@ -201,9 +201,9 @@ def build(
         compile_ = on_parameter_device(compile_, replicas.parameter_device)
     _check_callbacks(traced, call.mesh, replicas.state_mesh if shares else call.mesh)
     if shares:
-        step, compile_ = lower_split(step, InTurn if several else SplitStep), compile_global
+        step, compile_ = lower_split(step, ReplicaScan if several else SplitStep), compile_global
     elif several:
-        step = in_turn(step)
+        step = scan_replicas(step)
     has_token = len(step.shardings.mirrored) == step.shardings.state
     if has_token:
         step = with_token(step)

@@ -24,6 +24,7 @@ from distribute_jax.program._cache import ProgramCache, Request
 from distribute_jax.program._call import BoundProgram, OutdatedError
 from distribute_jax.program._capture import captures, unwrap_jit
 from distribute_jax.program._multi_step import can_scan, run_scanned, stacked_results, take_batches
+from distribute_jax.program._notice_marks import takes_parts
 from distribute_jax.program._options import (
     UNVERIFIED,
     RunOptions,
@@ -37,10 +38,9 @@ from distribute_jax.program._padding_check import (
 )
 from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import Program, naming_step, preparing, step_failure
-from distribute_jax.program._remark_walks import takes_parts
 from distribute_jax.program._result_rows import find_non_batched_results, wrap_partial
+from distribute_jax.program._skipped_steps import CHECK_DELAY, check_counts, copy_counts
 from distribute_jax.program._trace_errors import step_name
-from distribute_jax.program._undo import CHECK_DELAY, check_counts, copy_counts
 from distribute_jax.program._verify import verify
 
 _MAX_REMEMBERED_COMPARISONS = 1024

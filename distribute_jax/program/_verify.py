@@ -45,9 +45,9 @@ from distribute_jax.program._compare import (
     same_specials,
     spacing_of,
 )
+from distribute_jax.program._notices import results_are_parts
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._padding_check import run_checked_for_leaks
-from distribute_jax.program._remarks import results_are_parts
 from distribute_jax.program._result_rows import per_example_results
 from distribute_jax.program._trace import Call
 from distribute_jax.program._verify_float64 import in_float64

@@ -31,8 +31,8 @@ from distribute_jax.program._jaxprs import (
 )
 from distribute_jax.program._lowerings import returned_arguments
 from distribute_jax.program._program import Program
+from distribute_jax.program._skipped_steps import StepCounts
 from distribute_jax.program._trace import SIDE_EFFECTS, Call, Traced, is_comparable_size
-from distribute_jax.program._undo import StepCounts
 from distribute_jax.program._verify_runs import draws, with_fixed_draws
 from distribute_jax.variables import Variable, VariableAggregation, aggregated, on_replicas
 

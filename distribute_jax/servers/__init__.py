@@ -1,9 +1,11 @@
 """Parameter servers: workers compute closures, servers store the state and apply updates in one order.
 
-A closure is a scheduled function with its arguments. ``_runner`` traces it; ``_coordinator`` queues it; the
-log of ``_updates`` admits and numbers it; ``_engines`` drives the workers, threads or processes (on Ray
-``_ray``), whose program is ``_child``; ``_worker`` runs it; the stores of ``_updates`` are the servers;
-``_state`` knows which server stores what; ``_wire`` has messages, ``_input`` what differs between workers.
+A closure is a scheduled function with its arguments. ``_runner`` traces it; ``_halves`` splits it into
+what a worker and each server do, by ``_divide`` and ``_rows``, and ``_device_program`` compiles and sends
+that; ``_coordinator`` queues it; the log of ``_updates`` admits and numbers it; ``_engines`` drives the
+workers, threads or processes (on Ray ``_ray``), whose program is ``_child``; ``_worker`` runs it; the
+stores of ``_updates`` are the servers; ``_state`` knows which server stores what; ``_wire`` has messages,
+``_input`` what differs between workers.
 """
 
 from distribute_jax.servers._coordinator import Coordinator as Coordinator, Stats as Stats

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 import jax
 
 from distribute_jax._messages import error_text
-from distribute_jax.program._halves import LookupHalf
-from distribute_jax.program._part import load_part
-from distribute_jax.program._rows import Lookup
+from distribute_jax.servers._device_program import load_program
+from distribute_jax.servers._halves import LookupHalf
+from distribute_jax.servers._rows import Lookup
 from distribute_jax.servers._updates import Store
 from distribute_jax.servers._wire import Connection, Message, WireError
 from distribute_jax.servers._worker import Order, WorkerProgram, run
@@ -45,7 +45,7 @@ class Server:
             return Message("values", arrays=self.store.pull(*message.plain))
         if message.name == "load":
             name, reads, writes = message.plain
-            self.store.load(name, reads, writes, load_part(message.arrays[0].tobytes()))
+            self.store.load(name, reads, writes, load_program(message.arrays[0].tobytes()))
         elif message.name == "link":
             worker = self._connect(*message.ends)
             threading.Thread(target=self._serve, args=(worker,), daemon=True).start()
@@ -87,7 +87,7 @@ class Worker:
 
     def _load(self, message: Message) -> None:
         name, takes, results_at, *by_rows = message.plain
-        part, *indices = [load_part(data.tobytes()) for data in message.arrays]
+        part, *indices = [load_program(data.tobytes()) for data in message.arrays]
         lookups = None
         if by_rows:
             facts, *others = by_rows[0]

@@ -28,8 +28,8 @@ from distribute_jax._errors import (
 from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax._messages import error_text
 from distribute_jax.program._binding import Binding
-from distribute_jax.program._divide import Placement
-from distribute_jax.program._halves_cache import BoundHalves
+from distribute_jax.servers._divide import Placement
+from distribute_jax.servers._halves_cache import BoundHalves
 from distribute_jax.servers._input import check_not_on_worker
 from distribute_jax.servers._state import Program, State
 from distribute_jax.servers._updates import Attempt, Log, Update

@@ -29,10 +29,10 @@ import numpy as np
 
 from distribute_jax._errors import ContextError, StepFailedError, UnsupportedError
 from distribute_jax._interrupts import interrupts_held_back
-from distribute_jax._messages import error_text, is_runtime_failure
-from distribute_jax.program._halves import Halves
-from distribute_jax.program._part import as_key, as_numbers, export_part
+from distribute_jax._messages import as_numbers, error_text, from_numbers, is_runtime_failure
 from distribute_jax.servers._coordinator import Coordinator
+from distribute_jax.servers._device_program import export_program
+from distribute_jax.servers._halves import Halves
 from distribute_jax.servers._state import Program
 from distribute_jax.servers._updates import Key
 from distribute_jax.servers._wire import Connection, Message, WireError
@@ -308,7 +308,7 @@ class RemoteStore:
     restore = functools.partialmethod(_command, "restore")
 
     def load(self, name: str, reads: Sequence[Key], writes: Sequence[Key], apply: Any) -> None:
-        data = np.frombuffer(export_part(apply, [_SERVER_PLATFORM]), np.uint8)
+        data = np.frombuffer(export_program(apply, [_SERVER_PLATFORM]), np.uint8)
         self._loads[name] = Message("load", [name, reads, writes], [data])
         self._send(self._loads[name])
 
@@ -333,7 +333,7 @@ class RemoteStore:
         if child is None:
             raise WireError("it was not started")
         answer = child.request(Message("pull", [list(keys)]))()
-        return list(map(as_key, jax.device_put(answer.arrays, self._device), types))
+        return list(map(from_numbers, jax.device_put(answer.arrays, self._device), types))
 
 
 def _send(child: Any, message: Message) -> None:
@@ -397,7 +397,7 @@ class _Worker:
         if answer.name == "failed":
             raise StepFailedError(f"{program.bound.step} failed on a worker: {answer.plain[0]}")
         types = [halves.worker.returns[i] for i in halves.results_at]
-        return [as_key(x, like) for x, like in zip(answer.arrays, types, strict=True)]
+        return [from_numbers(x, like) for x, like in zip(answer.arrays, types, strict=True)]
 
 
 _exports: weakref.WeakKeyDictionary[Halves, list[Any]] = weakref.WeakKeyDictionary()
@@ -407,7 +407,7 @@ def _exported(halves: Halves) -> list[Any]:
     """Returns the bytes of the worker's half, and of what computes the indices of its lookups."""
     if halves not in _exports:
         parts = [halves.worker, *([halves.lookups.compute] if halves.lookups else [])]
-        data = [export_part(part, [jax.default_backend()]) for part in parts]
+        data = [export_program(part, [jax.default_backend()]) for part in parts]
         _exports[halves] = [np.frombuffer(of_part, np.uint8) for of_part in data]
     return _exports[halves]
 

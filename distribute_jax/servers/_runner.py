@@ -22,16 +22,16 @@ from distribute_jax.program._arguments import check_call, is_one_leaf
 from distribute_jax.program._binding import step_lock
 from distribute_jax.program._cache import Request
 from distribute_jax.program._compare import copied
-from distribute_jax.program._halves import of_replica
-from distribute_jax.program._halves_cache import BoundHalves, HalvesCache
 from distribute_jax.program._options import UNVERIFIED, checked_run_options
 from distribute_jax.program._padding_check import run_checked_for_leaks
 from distribute_jax.program._result_rows import Unknown
 from distribute_jax.program._results import rebuild
+from distribute_jax.program._skipped_steps import StepCounts, check_counts
 from distribute_jax.program._trace_errors import step_name
-from distribute_jax.program._undo import StepCounts, check_counts
 from distribute_jax.servers._coordinator import Coordinator
 from distribute_jax.servers._engines import Engine
+from distribute_jax.servers._halves import of_replica
+from distribute_jax.servers._halves_cache import BoundHalves, HalvesCache
 from distribute_jax.servers._input import (
     MoreElementsError,
     PerWorkerIterator,

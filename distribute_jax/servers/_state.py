@@ -18,9 +18,9 @@ from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax._jax_private import read_raw, write_raw
 from distribute_jax._messages import listed
 from distribute_jax.program._binding import Binding
-from distribute_jax.program._divide import Placement
-from distribute_jax.program._halves_cache import BoundHalves, places
-from distribute_jax.program._rows import Rows, joined
+from distribute_jax.servers._divide import Placement
+from distribute_jax.servers._halves_cache import BoundHalves, places
+from distribute_jax.servers._rows import Rows, joined
 from distribute_jax.servers._updates import Key, Log
 from distribute_jax.servers._worker import WorkerProgram
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from distribute_jax.program._halves import LookupHalf
-from distribute_jax.program._rows import filled, joined
+from distribute_jax.servers._halves import LookupHalf
+from distribute_jax.servers._rows import filled, joined
 from distribute_jax.servers._wire import Message, WireError
 
 Link = Callable[[Message], Callable[[], Message]]

@@ -13,8 +13,7 @@ import numpy as np
 
 from distribute_jax._checks import check_int, check_number
 from distribute_jax._errors import ArgumentError, ContextError, NotEqualError
-from distribute_jax._messages import listed
-from distribute_jax.program._part import as_numbers
+from distribute_jax._messages import as_numbers, listed
 from distribute_jax.servers import Coordinator, Store
 from distribute_jax.servers._coordinator import Closure
 from distribute_jax.servers._updates import Attempt, Update

@@ -19,7 +19,7 @@ from distribute_jax._errors import ArgumentError, ArgumentTypeError, DistributeE
 from distribute_jax._mesh import put
 from distribute_jax._messages import promoting
 from distribute_jax.collectives._markers import unreduced
-from distribute_jax.program._undo import (
+from distribute_jax.program._skipped_steps import (
     Guard,
     Unconditional,
     cond_if_sound,

@@ -23,7 +23,9 @@ from distribute_jax._errors import ArgumentError, LoweringError, warn_user
 from distribute_jax._mesh import on_host, outside_mesh
 from distribute_jax._messages import (
     PyTree,
+    as_numbers,
     check_not_masked,
+    from_numbers,
     is_array,
     is_key,
     leaf_text,
@@ -33,7 +35,6 @@ from distribute_jax._messages import (
 from distribute_jax.checkpoint._orbax import assign, find_flax_folder, load_flax
 from distribute_jax.checkpoint._storage import sync
 from distribute_jax.processes import is_chief
-from distribute_jax.program._part import as_key, as_numbers
 from distribute_jax.strategies import Strategy
 from distribute_jax.training._batches import arrays_of
 from distribute_jax.training._objective import variables
@@ -368,7 +369,7 @@ def export_program(
         )
 
     def predict(x: PyTree) -> PyTree:
-        weights = jax.tree.map(lambda v, like: as_key(jnp.asarray(v), like), values, arrays)
+        weights = jax.tree.map(lambda v, like: from_numbers(jnp.asarray(v), like), values, arrays)
         return forward(nnx.merge(graphdef, weights), x)
 
     return _serialized(predict, x, platforms, batch_size)

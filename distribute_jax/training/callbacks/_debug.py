@@ -25,7 +25,7 @@ from distribute_jax._messages import is_array
 from distribute_jax.collectives._check_in_sync import Hashes, as_bits, heal
 from distribute_jax.processes import is_chief
 from distribute_jax.program import snapshot
-from distribute_jax.program._undo import CHECK_DELAY, SKIPPED, Guard, copy_counts
+from distribute_jax.program._skipped_steps import CHECK_DELAY, SKIPPED, Guard, copy_counts
 from distribute_jax.training._objective import variables
 from distribute_jax.training.callbacks._callback import Callback
 from distribute_jax.training.callbacks._checkpoints import SaveSchedule

@@ -15,12 +15,9 @@ from cases import long
 from flax import nnx
 
 import distribute_jax as dj
-from distribute_jax.program._arguments import flatten_arguments
-from distribute_jax.program._binding import Binding
-from distribute_jax.program._halves import Halves, build_halves
-from distribute_jax.program._options import UNVERIFIED
-from distribute_jax.program._part import export_part, load_part
-from distribute_jax.program._trace import Call
+from distribute_jax.servers._device_program import export_program, load_program
+from distribute_jax.servers._halves import Halves
+from distribute_jax.servers._halves_cache import BoundHalves, HalvesCache
 
 Batch = tuple[np.ndarray, np.ndarray]
 STEPS = 5
@@ -31,27 +28,30 @@ class Servers:
 
     def __init__(self, servers: int, *, travels: bool = False) -> None:
         self.strategy = dj.OneDeviceStrategy("cpu:0")
-        self.servers, self.travels = servers, travels
-        self.halves: Halves | None = None
+        self.travels = travels
+        mesh = self.strategy.mesh
+        self.cache = HalvesCache(self.strategy, mesh, servers, self, partitioner=None, sparse=None)
+
+    def known(self, _binding: Any) -> dict[Any, Any]:
+        """No earlier step has decided which server stores what."""
+        return {}
+
+    def load(self, bound: BoundHalves) -> None:
+        """Stores the state of a new step on the servers."""
+        halves = bound.halves
+        leaves = jax.tree.leaves([v.get_raw_value() for v in bound.binding.variables])
+        self.stored = [{k: leaves[k] for k in server.state} for server in halves.servers]
+        if self.travels:
+            servers = tuple(replace(s, apply=sent(s.apply)) for s in halves.servers)
+            halves = replace(halves, worker=sent(halves.worker), servers=servers)
+        self.halves: Halves = halves
 
     def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Runs a step; only values that the halves name pass between worker and servers."""
-        arguments = flatten_arguments(args, {}, self.strategy.mesh)
-        binding = Binding(step, arguments)
-        if self.halves is None:
-            call = Call(step, binding, arguments, self.strategy, self.strategy.mesh)
-            self.halves = build_halves(call, UNVERIFIED, self.servers)
-            leaves = jax.tree.leaves([v.get_raw_value() for v in binding.variables])
-            self.stored = [{k: leaves[k] for k in server.state} for server in self.halves.servers]
-            if self.travels:
-                self.halves = replace(
-                    self.halves,
-                    worker=sent(self.halves.worker),
-                    servers=tuple(replace(s, apply=sent(s.apply)) for s in self.halves.servers),
-                )
+        bound, arguments = self.cache.bound(step, args, {}, None)
         halves, stored = self.halves, self.stored
         pulled = [stored[min(halves.placement[k])][k] for k in halves.pulls]
-        handed = halves.worker(pulled, halves.data(binding, arguments))
+        handed = halves.worker(pulled, halves.data(bound.binding, arguments))
         for server, state in zip(halves.servers, stored, strict=True):
             new = server.apply([state[k] for k in server.reads], [handed[i] for i in server.takes])
             state.update(zip(server.writes, new, strict=True))
@@ -59,14 +59,14 @@ class Servers:
         for k, placement in enumerate(halves.placement):
             assert all(np.array_equal(key(stored[s][k]), key(leaves[k])) for s in placement)
         flow = iter(leaves)
-        for variable in binding.variables:
+        for variable in bound.binding.variables:
             variable.set_raw_value(jax.tree.map(lambda _: next(flow), variable.get_raw_value()))
-        return halves.result(handed, binding)
+        return halves.result(handed, bound.binding)
 
 
 def sent(part: Any) -> Callable[..., list[Any]]:
     """Serializes and loads a program, which then takes and returns random keys as numbers."""
-    loaded = load_part(export_part(part, ["cpu"]))
+    loaded = load_program(export_program(part, ["cpu"]))
 
     def run(*lists: list[Any]) -> list[Any]:
         outs = loaded(*([jnp.asarray(key(x)) for x in some] for some in lists))
@@ -390,8 +390,8 @@ def test_two_steps_from_the_same_state_both_count():
     servers.run(step, args=(ONES,))
     (server,), halves = servers.halves.servers, servers.halves
     (state,) = servers.stored
-    arguments = flatten_arguments((ONES,), {}, servers.strategy.mesh)
-    data = halves.data(Binding(step, arguments), arguments)
+    bound, arguments = servers.cache.bound(step, (ONES,), {}, None)
+    data = halves.data(bound.binding, arguments)
     pulled = [state[k] for k in halves.pulls]
     for _ in range(3):
         handed = halves.worker(pulled, data)
@@ -436,14 +436,14 @@ def test_bytes_that_cannot_be_loaded_are_refused():
         optimizer.update(model, gradients(model, x))
 
     servers.run(step, args=(ONES,))
-    data = export_part(servers.halves.worker, ["cpu"])
+    data = export_program(servers.halves.worker, ["cpu"])
     ours = jax.__version__.encode()
     with pytest.raises(
         dj.ClusterError, match=rf"with JAX 0\.1\.2, and this process has JAX {jax.__version__}"
     ):
-        load_part(data.replace(ours, b"0.1.2", 1))
+        load_program(data.replace(ours, b"0.1.2", 1))
     with pytest.raises(dj.ClusterError, match="compiled for tpu, and this process computes on cpu"):
-        load_part(data.replace(b'["cpu"]', b'["tpu"]', 1))
+        load_program(data.replace(b'["cpu"]', b'["tpu"]', 1))
     for damaged in (b"", b"{}", data[:200], data[:-100], b"\x80\x04K\x01." + data):
         with pytest.raises(dj.ArgumentError, match="are not a program of distribute_jax"):
-            load_part(damaged)
+            load_program(damaged)

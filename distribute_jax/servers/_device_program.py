@@ -22,6 +22,7 @@ from jax import export
 
 from distribute_jax._errors import ArgumentError, LoweringError, ProcessesDifferError
 from distribute_jax._mesh import DATA, inside_replica, num_replicas
+from distribute_jax._messages import as_numbers, from_numbers
 from distribute_jax.program._jaxprs import (
     equations,
     is_literal,
@@ -30,12 +31,12 @@ from distribute_jax.program._jaxprs import (
     open_jaxpr,
     without_axis,
 )
-from distribute_jax.program._rows import Computed, Needs, RowIds, Rows, Selected, filled
 from distribute_jax.program._trace import Call
+from distribute_jax.servers._rows import Computed, Needs, RowIds, Rows, Selected, filled
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class DeviceProgram:
     """A program for one device, made here or loaded; only ``in_place`` donates."""
 
     function: Callable[..., Sequence[jax.Array]]
@@ -83,7 +84,7 @@ def whole(values: Iterable[Any]) -> list[Selected]:
     return [(v, None) for v in values]
 
 
-def build_part(
+def build_device_program(
     call: Call,
     body: Any,
     needs: Needs,
@@ -93,7 +94,7 @@ def build_part(
     shared: Sequence[Any] = (),
     touched: Mapping[Any, Any] = MappingProxyType({}),
     by_first: Collection[Any] = (),
-) -> Part:
+) -> DeviceProgram:
     """Compiles some equations of a step for one device; ``body`` is the program that has them.
 
     The inputs are ``state``, other ``values``, and then the row ids of lookups. ``shared`` scalars are
@@ -139,7 +140,7 @@ def build_part(
 
     changed = tuple(i for i, (v, _) in enumerate(state) if v in set(touched.values()))
     first, others = tuple(types[: len(state)]), (*types[len(state) :], *numbers)
-    return Part(part, first, others, tuple(map(_type_of, outs)), changed, program)
+    return DeviceProgram(part, first, others, tuple(map(_type_of, outs)), changed, program)
 
 
 def _type_of(selected: Selected) -> jax.ShapeDtypeStruct:
@@ -170,7 +171,7 @@ A step was compiled for {theirs}, and this process computes on {ours}. All worke
 and so do all servers; JAX_PLATFORMS={first} chooses it."""
 
 
-def export_part(part: Part, platforms: Sequence[str]) -> bytes:
+def export_program(part: DeviceProgram, platforms: Sequence[str]) -> bytes:
     """Serializes a program for platforms such as ``"cpu"``."""
     for eqn in equations(part.jaxpr.jaxpr):
         if "callback" in eqn.primitive.name or eqn.primitive.name == "debug_print":
@@ -179,7 +180,7 @@ def export_part(part: Part, platforms: Sequence[str]) -> bytes:
     types = (*part.state, *part.values)
 
     def flat(*values: Any) -> list[jax.Array]:
-        return list(map(as_numbers, part.function(*map(as_key, values, types))))
+        return list(map(as_numbers, part.function(*map(from_numbers, values, types))))
 
     try:
         exported = export.export(jax.jit(flat), platforms=tuple(platforms))(
@@ -201,8 +202,8 @@ def export_part(part: Part, platforms: Sequence[str]) -> bytes:
     return json.dumps(head).encode() + b"\n" + exported.mlir_module_serialized
 
 
-def load_part(data: bytes) -> Part:
-    """Loads a program from ``export_part``, made with this version of JAX for this platform."""
+def load_program(data: bytes) -> DeviceProgram:
+    """Loads a program from ``export_program``, made with this version of JAX for this platform."""
     head, _, body = bytes(data).partition(b"\n")
     try:
         facts = json.loads(head)
@@ -230,7 +231,7 @@ def load_part(data: bytes) -> Part:
         module_kept_var_idx=kept,
     )
     try:
-        loaded = Part(exported.call, state, values, tuple(returns[:wanted]), touched)
+        loaded = DeviceProgram(exported.call, state, values, tuple(returns[:wanted]), touched)
         _ = loaded.compiled  # fails now rather than at the first call
     except Exception as error:  # a parser may raise anything on damaged bytes
         raise ArgumentError(_NOT_OURS.format(size=len(data))) from error
@@ -241,29 +242,7 @@ def _type(shape: Sequence[int], dtype: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(map(int, shape)), jnp.dtype(dtype))
 
 
-def _is_key(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jax.dtypes.prng_key))
-
-
 def _numbers_of(aval: Any) -> jax.ShapeDtypeStruct:
     """Returns the type of a value as it is sent."""
     plain = jax.eval_shape(as_numbers, aval)
     return jax.ShapeDtypeStruct(plain.shape, plain.dtype)
-
-
-_WIDER = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
-"""Programs compiled ahead of time do not take arrays of sub-byte dtypes (JAX 0.10.2)."""
-
-
-def as_numbers(value: Any) -> Any:
-    if (wider := _WIDER.get(str(value.dtype))) is not None:
-        return value.astype(wider)
-    return jax.random.key_data(value) if _is_key(value) else value
-
-
-def as_key(value: Any, like: Any) -> Any:
-    if not _is_key(like):
-        return value.astype(like.dtype) if str(like.dtype) in _WIDER else value
-    kinds: list[Any] = []
-    jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), like)
-    return jax.random.wrap_key_data(value, impl=kinds[0])

@@ -40,8 +40,6 @@ from distribute_jax._values import PerReplica
 from distribute_jax.program._aggregation import keeps_own_values
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._binding import Binding
-from distribute_jax.program._divide import Division, Placement, ServerPart, State, Update
-from distribute_jax.program._in_turn import of_replica_id
 from distribute_jax.program._jaxprs import (
     INLINED,
     called_body,
@@ -54,11 +52,15 @@ from distribute_jax.program._jaxprs import (
 )
 from distribute_jax.program._lowerings import FlatStep, by_equation, flat_step
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._part import Part, build_part, whole
 from distribute_jax.program._plan import Plan, input_marks, plan
 from distribute_jax.program._program import input_order
+from distribute_jax.program._replica_scan import of_replica_id
 from distribute_jax.program._results import Results, rebuild
-from distribute_jax.program._rows import (
+from distribute_jax.program._sharded_update import traced as traced_body
+from distribute_jax.program._trace import Call, Traced, trace
+from distribute_jax.servers._device_program import DeviceProgram, build_device_program, whole
+from distribute_jax.servers._divide import Division, Placement, ServerPart, State, Update
+from distribute_jax.servers._rows import (
     ZERO,
     Lookup,
     Lookups,
@@ -69,8 +71,6 @@ from distribute_jax.program._rows import (
     parts,
     unchanged,
 )
-from distribute_jax.program._sharded_update import traced as traced_body
-from distribute_jax.program._trace import Call, Traced, trace
 
 _ON_READ = """\
 Parameter servers cannot keep these variables, of which each replica has a local value (ON_READ):
@@ -95,8 +95,8 @@ Only sums and means are supported, and only for updates and results; let normali
 use the values of their replica."""
 
 
-Build = Callable[..., Part]
-"""``build_part`` for the equations of one step."""
+Build = Callable[..., DeviceProgram]
+"""``build_device_program`` for the equations of one step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ class ServerHalf:
     """The leaves that ``apply`` takes first."""
     takes: tuple[int, ...]
     """The indices of the worker's outputs that ``apply`` takes after them."""
-    apply: Part
+    apply: DeviceProgram
     """Returns the new state."""
 
 
@@ -139,7 +139,7 @@ class Halves:
     """For each leaf, the servers that store it, in order, and which rows; None for all rows."""
     pulls: tuple[int, ...]
     """The leaves that a worker reads."""
-    worker: Part
+    worker: DeviceProgram
     """Returns the worker's outputs, from the leaves in ``pulls`` and from ``data(…)``."""
     results: Results
     """The structure of what the step returns."""
@@ -214,7 +214,7 @@ def build_halves(
     division = update.divide(
         servers, results, known, functools.partial(parts, partitioner, servers)
     )
-    build = functools.partial(build_part, call, body)
+    build = functools.partial(build_device_program, call, body)
     returned, finish = list(results), operator.itemgetter(0)
     if replicas > 1:
         returned, finish = _finishing(build, division, update, results, decided.mirrored)
@@ -284,7 +284,7 @@ def _finishing(
 class _Finish(NamedTuple):
     """Computes the results of a step from the outputs of all workers."""
 
-    part: Part
+    part: DeviceProgram
     """Computes mirrored results from sums over the workers."""
     mirrored: Sequence[bool]
     """Which results are mirrored; others are stacked."""

@@ -76,9 +76,9 @@ class Stacked(NamedTuple):
     """Stacked on a leading dim."""
 
 
-def in_turn(step: FlatStep) -> FlatStep:
+def scan_replicas(step: FlatStep) -> FlatStep:
     """Returns a step of one device that runs its replicas one after the other."""
-    halves = split_in(InTurn, step, traced(step), {}, {})
+    halves = split_in(ReplicaScan, step, traced(step), {}, {})
 
     def on_device(*inputs: Any) -> list[Any]:
         return halves.second(inputs, halves.first([inputs[i] for i in halves.reads]), {})
@@ -86,7 +86,7 @@ def in_turn(step: FlatStep) -> FlatStep:
     return replace(step, function=on_device)
 
 
-class InTurn(SplitStep):
+class ReplicaScan(SplitStep):
     """A split step whose first half runs for every replica of a device."""
 
     def __init__(self, body: Any, marks: Any, mirrored: Any, mesh: Mesh, *args: Any) -> None:

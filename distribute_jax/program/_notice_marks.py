@@ -125,7 +125,7 @@ class Parts:
     """The lines of callbacks that get a part, with the line that made the part."""
 
 
-class RemarkWalk(ReplicationWalk):
+class NoticeWalk(ReplicationWalk):
     """Ignores collectives, for which the proof has passed, and knows the calls that it is in."""
 
     def __init__(self, axis_size: int) -> None:
@@ -170,7 +170,7 @@ def parts_of_means(jaxpr: Any, replicas: int) -> Parts:
     return Parts([_parts(mark) for mark in outs], means, sorted(walk.callbacks))
 
 
-class _PartWalk(RemarkWalk):
+class _PartWalk(NoticeWalk):
     """Marks parts of means; a sum over the replicas clears the mark."""
 
     def __init__(self, axis_size: int) -> None:
@@ -292,7 +292,7 @@ class _Draw(Word):
     __slots__ = ()
 
 
-class EqualWalk(RemarkWalk):
+class EqualWalk(NoticeWalk):
     """Finds random numbers that are equal on all replicas, and collectives of equal values."""
 
     def __init__(self, replicas: int, rows: int) -> None:

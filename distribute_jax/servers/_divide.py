@@ -27,9 +27,9 @@ from distribute_jax.program._jaxprs import (
     variables,
 )
 from distribute_jax.program._replication import MIRRORED, Mark, ReplicationWalk
-from distribute_jax.program._rows import Needs, Rows, Selected
 from distribute_jax.program._sharded_update import is_bound_to_replicas, is_plain_cond
 from distribute_jax.program._walk import Marked
+from distribute_jax.servers._rows import Needs, Rows, Selected
 
 SMALL = 16
 """State of at most this many elements, such as a step count, is stored on every server that reads it."""

@@ -31,8 +31,7 @@ from distribute_jax.program._mean_walk import (
     SumOfMeans,
     means_of_shares,
 )
-from distribute_jax.program._options import RunOptions
-from distribute_jax.program._remark_walks import (
+from distribute_jax.program._notice_marks import (
     DRAWING,
     STREAM,
     EqualWalk,
@@ -42,6 +41,7 @@ from distribute_jax.program._remark_walks import (
     ScaledPart,
     parts_of_means,
 )
+from distribute_jax.program._options import RunOptions
 from distribute_jax.program._replication import MIRRORED, Mark
 from distribute_jax.program._trace import (
     PRINTS,
@@ -158,7 +158,7 @@ class Notice(NamedTuple):
         return self.text, about if isinstance(about, str) else id(about)
 
 
-def remarks(
+def notices_of(
     call: Call,
     traced: Traced,
     in_marks: Sequence[Mark],

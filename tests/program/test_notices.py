@@ -90,7 +90,7 @@ def test_a_part_of_the_loss_in_a_metric_that_averages_is_refused(
     with pytest.raises(dj.ArgumentError, match=r"averages what compute_average_loss") as caught:
         training(s4, AVERAGES[kind], lambda metric, part, losses: metric.update(loss=part))
     message = str(caught.value)
-    assert "test_remarks.py:" in message
+    assert "test_notices.py:" in message
     assert "the metric would be 4 times too small" in message
     assert "metrics.update(loss=losses)" in message
 
@@ -168,7 +168,7 @@ def test_a_mean_of_gradients_of_parts_is_logged_where_the_step_is_not_compared(
     trace_only(lambda: s4.run(step, args=(batch,)))
     texts = [text for text in logged() if "4 times smaller than those of one device" in text]
     assert len(texts) == is_wrong
-    assert all("optimizer.opt_state" in text and "test_remarks.py:" in text for text in texts)
+    assert all("optimizer.opt_state" in text and "test_notices.py:" in text for text in texts)
 
 
 def test_a_part_in_a_callback_or_in_other_state_is_logged_once(
@@ -195,9 +195,9 @@ def test_a_part_in_a_callback_or_in_other_state_is_logged_once(
         trace_only(lambda: training(s4, Epoch, add))
         trace_only(lambda: training(s4, lambda: None, print_part))
     state, callback = logged()
-    assert "metric adds up what compute_average_loss returned at test_remarks.py" in state
+    assert "metric adds up what compute_average_loss returned at test_notices.py" in state
     assert "it is 4 times too small" in state
-    assert "The callback at test_remarks.py" in callback
+    assert "The callback at test_notices.py" in callback
     trace_only(lambda: training(s4, Total, add))
     assert len(logged()) == 2
 
@@ -233,7 +233,7 @@ def test_a_dropout_mask_from_a_mirrored_key_is_logged_once(
     assert all((masks[0] == mask).all() for mask in masks)
     named = [text for text in logged() if "for each row of the batch" in text]
     assert 1 <= len(named) <= 2
-    assert "test_remarks.py:" in named[0]
+    assert "test_notices.py:" in named[0]
     assert "fold_in(key, dj.get_replica_context().replica_id_in_sync_group)" in named[0]
 
 
@@ -298,7 +298,7 @@ def test_a_forgotten_distribute_dataset_is_logged(
         s4.run(lambda w, x: w - gradient(w, x), args=(w, X))
     [text] = logged()
     assert "all 4 replicas compute the same from args[1] (float32[16,8]), and" in text
-    assert "test_remarks.py:" in text
+    assert "test_notices.py:" in text
     assert "Pass a batch of strategy.distribute_dataset" in text
 
 
@@ -317,7 +317,7 @@ def test_a_forgotten_distribute_dataset_is_logged_with_dropout_and_with_metrics(
     s4.run(masked, args=(X,))
     s4.run(lambda x: metric.update(loss=jnp.mean(x, 1)), args=(X,))
     first, second = [text for text in logged() if "is distributed" in text]
-    assert "what they combine at test_remarks.py" in first
+    assert "what they combine at test_notices.py" in first
     assert "what they combine, or add to a metric, is equal" in second
 
 

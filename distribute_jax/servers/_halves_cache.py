@@ -22,12 +22,12 @@ from distribute_jax.program._binding import (
 )
 from distribute_jax.program._cache import Request
 from distribute_jax.program._capture import captures, unwrap_jit
-from distribute_jax.program._divide import Placement
-from distribute_jax.program._halves import Halves, build_halves
 from distribute_jax.program._options import RunOptions, checked_run_options
+from distribute_jax.program._skipped_steps import StepCounts
 from distribute_jax.program._trace import Call
 from distribute_jax.program._trace_errors import explain_compile_errors, step_name
-from distribute_jax.program._undo import StepCounts
+from distribute_jax.servers._divide import Placement
+from distribute_jax.servers._halves import Halves, build_halves
 
 _MAX_ENTRIES = 64
 
