@@ -89,7 +89,7 @@ def converting(
         yield
     except DistributeError:
         raise
-    except (TypeError, ValueError, OverflowError, IndexError, AttributeError) as error:
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
         refuse(name, wanted, value, error)
 
 

@@ -375,13 +375,14 @@ class ClusterResolver(abc.ABC):
 
     def _variable(self, name: str) -> str:
         """Returns an environment variable that must be set."""
-        if name in os.environ:
-            return os.environ[name]
-        raise ClusterError(f"{type(self).__name__}: {name} not found in environment. {self._hint}")
+        if text := os.environ.get(name, "").strip():
+            return text
+        missing = "is empty" if name in os.environ else "not found in environment"
+        raise ClusterError(f"{type(self).__name__}: {name} {missing}. {self._hint}")
 
     def _number(self, name: str) -> int:
         """Returns an environment variable that must be an int >= 0."""
-        text = self._variable(name).strip()
+        text = self._variable(name)
         if not text.isdecimal():
             raise ClusterError(
                 f"{type(self).__name__}: {name}={text!r} must be an int >= 0. {self._hint}"

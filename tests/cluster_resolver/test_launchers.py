@@ -73,7 +73,7 @@ def test_an_ipv6_address_of_torchrun_gets_brackets(launched, address):
         ({"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4"),
         ({"WORLD_SIZE": f"{10**20}"}, "WORLD_SIZE=100000000000000000000 must be at most 1048576"),
         ({"MASTER_PORT": "70000"}, "whose address is 'a:70000'"),
-        ({"MASTER_ADDR": ""}, "whose address is ':29500'"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is empty"),
     ],
 )
 def test_malformed_torchrun_variables_are_named(launched, change, says):
@@ -142,6 +142,7 @@ def test_sage_maker_sorts_its_hosts_by_name(launched):
     [
         ({"SM_HOSTS": None}, "SM_HOSTS not found"),
         ({"SM_HOSTS": "algo-1"}, "must be a JSON list of hosts"),
+        ({"SM_HOSTS": "[" * 100_000}, "must be a JSON list of hosts"),
         ({"SM_CURRENT_HOST": None}, "SM_CURRENT_HOST not found"),
         ({"SM_CURRENT_HOST": "b"}, "SM_CURRENT_HOST must be one of the hosts in SM_HOSTS"),
     ],
