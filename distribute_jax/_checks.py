@@ -89,7 +89,14 @@ def converting(
         yield
     except DistributeError:
         raise
-    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+    except (
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         refuse(name, wanted, value, error)
 
 

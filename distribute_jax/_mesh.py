@@ -223,10 +223,15 @@ _WAYS = "host_to_device", "device_to_device", "device_to_host"
 _GUARDS = [f"jax_transfer_guard_{way}" for way in _WAYS]
 
 
+def transfers_are_guarded() -> bool:
+    """True if JAX logs or refuses transfers that are not explicit."""
+    guards = [getattr(jax.config, guard) for guard in _GUARDS]
+    return "log" in guards or "disallow" in guards
+
+
 def explicit_transfers() -> AbstractContextManager[None]:
     """Returns a context in which JAX's guard takes transfers as explicit, as those of ``device_put`` are."""
-    guards = [getattr(jax.config, guard) for guard in _GUARDS]
-    return jax.transfer_guard("allow") if "log" in guards or "disallow" in guards else _NO_GUARD
+    return jax.transfer_guard("allow") if transfers_are_guarded() else _NO_GUARD
 
 
 def program_input(value: np.ndarray[Any, Any], mesh: Mesh) -> Any:

@@ -6,7 +6,7 @@ import enum
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,15 @@ from distribute_jax._jax_private import (
     note_on,
     uncommitted,
 )
-from distribute_jax._mesh import cores_per_replica, num_replicas, outside_mesh, replicas_per_device
+from distribute_jax._mesh import (
+    cores_per_replica,
+    num_replicas,
+    outside_mesh,
+    put,
+    replicas_per_device,
+    split_sharding,
+    transfers_are_guarded,
+)
 from distribute_jax._messages import error_text, is_donated, is_key, leaf_text, on_bits
 
 
@@ -165,6 +173,8 @@ class PerReplica(DistributedValues):
 
     Attributes:
         global_array: the array of all replicas (global view), sharded over ``"data"``.
+        array: the same, but of NumPy while a small batch of one device is on the host: a step transfers it
+            faster than ``device_put`` does.
         layout: ``STACKED``, dim 0 has size N, or ``JOINED``, dim 0 is divided into N equal shares.
         mesh: the mesh of the strategy that made it.
         counts: the real examples of each replica where shares are padded; None where all is real.
@@ -178,7 +188,7 @@ class PerReplica(DistributedValues):
 
     def __init__(
         self,
-        global_array: jax.Array,
+        array: jax.Array | np.ndarray[Any, Any],
         mesh: Mesh,
         *,
         layout: Layout = Layout.STACKED,
@@ -187,13 +197,26 @@ class PerReplica(DistributedValues):
         step: str | None = None,
         share: Share = "",
     ) -> None:
-        self.global_array = global_array
+        self.array = array
         self.mesh = mesh
         self.layout = layout
         self.counts = counts
         self.ambiguous = ambiguous
         self.step = step
         self.share = share
+
+    @property
+    def global_array(self) -> jax.Array:
+        """The array of all replicas (global view), sharded over ``"data"``."""
+        if isinstance(self.array, np.ndarray):
+            with outside_mesh():
+                self.array = put(self.array, split_sharding(self.mesh))
+        return cast("jax.Array", self.array)
+
+    @property
+    def program_input(self) -> Any:
+        """What compiled programs take: ``array``, unless JAX's guard would refuse to transfer it."""
+        return self.global_array if transfers_are_guarded() else self.array
 
     @property
     def values(self) -> tuple[jax.Array, ...]:
@@ -206,24 +229,24 @@ class PerReplica(DistributedValues):
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of every part."""
-        return self.global_array.dtype
+        return self.array.dtype
 
     @property
     def part_shape(self) -> tuple[int, ...]:
         """The shape of one replica's part, padding included."""
-        shape = self.global_array.shape
+        shape = self.array.shape
         if self.layout is Layout.STACKED:
             return shape[1:]
         return (shape[0] // num_replicas(self.mesh), *shape[1:])
 
     def _described(self) -> str:
-        if not hasattr(self.global_array, "shape"):  # made by jax.tree.map, as of shapes
-            return f"PerReplica of {self.global_array!r:.60}"
+        if not hasattr(self.array, "shape"):  # made by jax.tree.map, as of shapes
+            return f"PerReplica of {self.array!r:.60}"
         shape = ",".join(map(str, self.part_shape))
         return f"PerReplica of {num_replicas(self.mesh)} × {self.dtype}[{shape}]"
 
     def _size(self) -> int:
-        return int(getattr(self.global_array, "size", _MAX_SHOWN_NUMBERS + 1))
+        return int(getattr(self.array, "size", _MAX_SHOWN_NUMBERS + 1))
 
     def check_rows_known(self) -> None:
         """Raises if it is not known which rows of a result are real examples."""
@@ -266,8 +289,7 @@ class UnevenPerReplica(PerReplica):
 
 def _local_shards(array: jax.Array, mesh: Mesh) -> list[tuple[int, jax.Array]]:
     """Returns (replica, shard) for each replica of this process, with the shard on its first core."""
-    if isinstance(array, np.ndarray) or len(array.devices()) < min(mesh.size, 2):
-        # All replicas in one place: jax.device_get or device_put moved it.
+    if len(array.devices()) < min(mesh.size, 2):  # jax.device_put moved it
         return list(enumerate(jnp.split(array, num_replicas(mesh))))
     share, cores = array.shape[0] // num_replicas(mesh), cores_per_replica(mesh)
     each = replicas_per_device(mesh)
@@ -283,9 +305,7 @@ def _local_shards(array: jax.Array, mesh: Mesh) -> list[tuple[int, jax.Array]]:
 
 
 # Copies made by tree functions forget the step. This way JAX reads the attributes in C.
-jax.tree_util.register_dataclass(
-    PerReplica, ["global_array"], ["mesh", "layout", "counts", "ambiguous"]
-)
+jax.tree_util.register_dataclass(PerReplica, ["array"], ["mesh", "layout", "counts", "ambiguous"])
 jax.tree_util.register_pytree_node(
     UnevenPerReplica,
     lambda value: (value.parts, value.mesh),

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from distribute_jax._checks import is_function
 from distribute_jax._errors import ArgumentError
 from distribute_jax._jax_private import ARRAY, trace_settings
-from distribute_jax._mesh import sharding_over
+from distribute_jax._mesh import sharding_over, transfers_are_guarded
 from distribute_jax._messages import (
     check_int_range,
     devices_hold,
@@ -180,24 +180,28 @@ class RepeatedArguments:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], batches: int) -> None:
         leaves, treedef = jax.tree.flatten((args, kwargs))
         self._treedef: Any = treedef
-        self._array_types = frozenset(map(type, leaves))
-        self._avals = list(map(_aval, leaves))
-        self._types = list(map(_aval_type, self._avals))
+        self._array_types = {ARRAY, np.ndarray} if batches else {ARRAY}
+        self._types: list[Any] = list(map(_type_of, leaves))
+        self._avals = self._types
         self._settings = trace_settings()
         self.batches = batches
 
     def arrays(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """Returns the arrays of a call that has the same signature; None for any other call."""
         leaves, treedef = flatten((args, kwargs), None)
+        types = set(map(type, leaves))
         if (
             treedef != self._treedef
-            or not self._array_types.issuperset(map(type, leaves))
+            or not types <= self._array_types
             or trace_settings() != self._settings
         ):
             return None
+        if np.ndarray in types:
+            same = not transfers_are_guarded() and list(map(_type_of, leaves)) == self._types
+            return leaves if same else None
         avals = list(map(_aval, leaves))
         # Lists compare identical items in C.
-        if avals != self._avals and list(map(_aval_type, avals)) != self._types:
+        if avals != self._avals and list(map(_type_of, leaves)) != self._types:
             return None
         self._avals = avals
         return leaves
@@ -205,6 +209,12 @@ class RepeatedArguments:
 
 _aval = operator.attrgetter("aval")
 _aval_type = operator.attrgetter("shape", "dtype", "weak_type")
+
+
+def _type_of(array: Any) -> tuple[Any, ...]:
+    return (
+        (array.shape, array.dtype, False) if type(array) is np.ndarray else _aval_type(array.aval)
+    )
 
 
 def _classify_leaves(
@@ -309,9 +319,7 @@ def _batch_signature(value: PerReplica, mesh: Mesh) -> Any:
             f"this strategy's are {mesh.devices.tolist()}. Distribute the data with the strategy "
             "that runs the step: strategy.distribute_dataset(dataset)."
         )
-    array: Any = value.global_array  # of NumPy after jax.device_get
-    aval = jax.typeof(array) if type(array) is np.ndarray else array.aval
-    return value.layout, aval.shape, aval.dtype, aval.weak_type, value.counts is None
+    return value.layout, *_type_of(value.array), value.counts is None
 
 
 def _common_counts(joined: list[PerReplica], leaves: list[Any], treedef: Any) -> Any:

@@ -104,7 +104,7 @@ class BoundProgram:
 
     def flat_inputs(self, values: Sequence[Any], arguments: Arguments) -> list[Any]:
         """Returns state, captured arrays, data and counts in the order of the program's inputs."""
-        data = [v.global_array if type(v) is PerReplica else v for v in arguments.data]
+        data = [v.program_input if type(v) is PerReplica else v for v in arguments.data]
         flat = self.flat_state(values, data, arguments.batches)
         if arguments.counts is not None:
             flat.append(program_input(np.asarray(arguments.counts, np.int32), self.program.mesh))
@@ -319,7 +319,7 @@ class BoundProgram:
 
     def with_data(self, flat: list[Any], arguments: Arguments) -> list[Any]:
         """Returns the flat inputs with other data."""
-        new = [v.global_array if isinstance(v, PerReplica) else v for v in arguments.data]
+        new = [v.program_input if isinstance(v, PerReplica) else v for v in arguments.data]
         end = len(flat) - self.program.traced.sizes[3]
         return [*flat[: end - len(new)], *new, *flat[end:]]
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from input_helpers import distribute, mesh_of, real_parts, values
 
+import distribute_jax as dj
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import split_sharding
 from distribute_jax._values import Layout
-from distribute_jax.data import _element
 
 
 def first(batch: Any, replicas: int = 2, partial: str = "mask") -> Any:
@@ -72,26 +72,36 @@ def test_a_loader_may_reuse_its_buffer(replicas: int):
     assert [np.unique(e.global_array).tolist() for e in elements] == [[i] for i in range(20)]
 
 
-def test_a_small_batch_for_one_device_is_transferred_in_one_call(monkeypatch: pytest.MonkeyPatch):
-    """It is faster; not under debug_nans, since data may contain NaNs."""
-    calls = []
-    transfer_program = _element._transfer_program
+def test_a_small_batch_for_one_device_is_transferred_by_the_step_that_takes_it():
+    """Repeated steps take the rows on the host in one program; reading it, or JAX's guard, places it."""
+    strategy = dj.OneDeviceStrategy("cpu:0")
+    with strategy.scope():
+        total = dj.Variable(jnp.zeros(2), aggregation=dj.VariableAggregation.SUM)
 
-    def counted(sharding: Any) -> Any:
-        calls.append(sharding)
-        return transfer_program(sharding)
+    def step(batch: dict[str, jax.Array]) -> jax.Array:
+        total.assign_add(jnp.nan_to_num(batch["x"]).sum(0) + batch["z"].sum())
+        return batch["y"] + 1
 
-    monkeypatch.setattr(_element, "_transfer_program", counted)
-    batch = {"x": np.full((4, 2), np.nan), "y": np.arange(4), "z": np.ones((4, 0), np.int8)}
-    fast = first(batch, 1)
-    with jax.debug_nans(True):
-        checked = first(batch, 1)
-    with jax.disable_jit():
-        assert isinstance(first(batch, 1)["x"].global_array, jax.Array)
-    assert len(calls) == 1
-    for key, leaf in fast.items():
-        assert leaf.global_array.dtype == checked[key].global_array.dtype
-        np.testing.assert_array_equal(leaf.global_array, checked[key].global_array)
+    rows = {"x": np.array([[np.nan, 1.0]] * 4), "y": np.arange(4), "z": np.ones((4, 0), np.int8)}
+    elements = list(strategy.distribute_dataset([rows] * 6))
+    for is_traced, guard in (
+        (True, "allow"),
+        (False, "allow"),
+        (False, "allow"),
+        (False, "disallow"),
+    ):
+        element = elements.pop()
+        with jax.transfer_guard(guard):
+            got = strategy.run(step, args=(element,))
+        assert isinstance(element["x"].array, jax.Array) == (is_traced or guard == "disallow")
+        np.testing.assert_array_equal(got, [1, 2, 3, 4])
+    strategy.run_steps(step, iter([elements.pop()]), 1)
+    (left,) = elements
+    assert {type(leaf.array) for leaf in left.values()} == {np.ndarray}
+    assert total.numpy().tolist() == [0.0, 20.0]
+    assert strategy._runner.programs() == 1
+    assert left["x"].global_array.sharding == split_sharding(strategy.mesh)
+    assert left["x"].array is left["x"].global_array
 
 
 def test_a_jax_array_that_is_already_placed_is_not_copied():
