@@ -11,7 +11,7 @@ import operator
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -302,6 +302,39 @@ def check_rebuilt(rebuilt: Rebuilt, *, unchanged: bool) -> None:
 
 def _holds_tracers(value: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value))
+
+
+def captured_numbers(
+    fn: Callable[..., Any], wanted: Callable[[Any], bool]
+) -> list[tuple[str, CapturePath]]:
+    """Returns name and path of each number that a step captures, but for settings of modules."""
+    captured = captures(fn, named=True)
+    graph, _ = _walk(captured.codes, captured.roots)
+    tables = {id(vars(node)) for node in graph.nodes}
+    return [
+        (name, place)
+        for name, place in graph.static_paths
+        if place.can_set
+        and not (isinstance(place, ItemPath) and id(place.container) in tables)
+        and wanted(place.get())
+    ]
+
+
+@contextmanager
+def swapped_by_one(places: Sequence[CapturePath]) -> Iterator[None]:
+    """Replaces captured numbers by 1 for a block."""
+    before: list[tuple[CapturePath, Any]] = []
+    try:
+        for place in places:
+            outer = place  # a tuple is replaced as a whole
+            while isinstance(outer, MemberPath):
+                outer = outer.owner
+            before.append((outer, outer.get()))
+            place.set(type(place.get())(1))
+        yield
+    finally:
+        for outer, old in reversed(before):
+            outer.set(old)
 
 
 @contextmanager

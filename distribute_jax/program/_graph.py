@@ -84,6 +84,8 @@ class Graph:
     """Paths of the captured NumPy arrays that become constants of the program."""
     statics: dict[str, Any] = field(default_factory=dict)
     """Name and value of every static number or string, for the warning about recompilation."""
+    static_paths: list[tuple[str, CapturePath]] = field(default_factory=list)
+    """Name and path of each."""
     guard: IdentityGuard = field(default_factory=IdentityGuard)
     """Notices at later calls if any of this has changed."""
 
@@ -101,6 +103,7 @@ class Walker:
         """Walks one value, stored at ``place``, and returns its key."""
         if isinstance(value, _PLAIN_TYPES):
             self.graph.statics[name] = value
+            self.graph.static_paths.append((name, place))
             if is_library(type(value).__module__):
                 return plain_key(value)
         if isinstance(value, jax.Array) or self._stands_for_array(value):

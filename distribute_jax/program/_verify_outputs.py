@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from distribute_jax._errors import OutOfSyncError
 from distribute_jax._jax_private import read_raw, write_raw
-from distribute_jax._mesh import DATA, num_replicas
+from distribute_jax._mesh import DATA
 from distribute_jax._messages import listed
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.collectives._check_in_sync import out_of_sync
@@ -21,7 +21,6 @@ from distribute_jax.collectives._markers import mirrored_p
 from distribute_jax.program._aggregation import Combine, keeps_own_values
 from distribute_jax.program._binding import Binding
 from distribute_jax.program._call import BoundProgram
-from distribute_jax.program._capture import captures
 from distribute_jax.program._jaxprs import (
     equations,
     has_effects,
@@ -129,29 +128,6 @@ def _equals_one_device(rule: Combine, variable: nnx.Variable[Any]) -> bool:
 def _has_side_effects(closed: Any) -> bool:
     names = {eqn.primitive.name for eqn in equations(closed.jaxpr)}
     return any(part in name for name in names for part in SIDE_EFFECTS)
-
-
-def scales_by_number(call: Call, many: BoundProgram, one: BoundProgram) -> bool:
-    """True if a step scales by the number of replicas as a Python number.
-
-    It does so on one device too, so a difference means nothing.
-    """
-    replicas = num_replicas(call.mesh)
-
-    def is_scale(value: Any) -> bool:
-        number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-        return number and any(abs(float(value) - s) < 1e-6 for s in (replicas, 1 / replicas))
-
-    if not any(map(is_scale, [*captures(call.fn).values, *call.arguments.leaves])):
-        return False
-    return not set(filter(is_scale, _literals(many))).isdisjoint(_literals(one))
-
-
-def _literals(entry: BoundProgram) -> Iterator[float]:
-    """Yields the floating scalars among the literals of a program."""
-    eqns = equations(entry.program.traced.jaxpr.jaxpr)
-    literals = (v for eqn in eqns for v in eqn.invars if is_literal(v))
-    return (float(v.val) for v in literals if not v.aval.shape and v.aval.dtype.kind == "f")
 
 
 def derived(call: Call, many: Traced, one: Traced, equal: Sequence[int]) -> list[int]:

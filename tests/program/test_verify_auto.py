@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -294,7 +295,6 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
     ids = strategy.experimental_distribute_values_from_function(
         lambda c: c.replica_id_in_sync_group
     )
-    replicas = strategy.num_replicas_in_sync
 
     def refuse(x: jax.Array, y: jax.Array) -> None:
         if len(x) != 4:
@@ -313,10 +313,6 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
         io_callback(lambda _: None, None, x.sum())
         train(x, y)
 
-    def divides(x: jax.Array, y: jax.Array) -> None:  # right, though one device divides as well
-        gradients = nnx.grad(lambda m: losses(m, x, y).mean() / replicas)(model)
-        optimizer.update(model, gradients)
-
     steps = {
         "draws a gamma": lambda x, y: train(x * jax.random.gamma(rngs(), 2.0, x.shape), y),
         "draws rows": lambda x, y: train(x[jax.random.permutation(rngs(), 4)], y),
@@ -325,7 +321,6 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
         "has a value of each replica": lambda x, y, ids: train(x + ids, y),
         "calls Python": calls,
         "takes shares of one size": refuse,
-        "divides by another number": divides,
         "does not train": lambda x, _: context().all_reduce("sum", (model(x).T @ model(x)) ** 2),
     }
     return steps[kind], [ids] if "each replica" in kind else []
@@ -341,7 +336,6 @@ def wrong(kind: str, strategy: dj.Strategy) -> tuple[Callable[..., Any], list[An
         "has a value of each replica",
         "calls Python",
         "takes shares of one size",
-        "divides by another number",
         "does not train",
     ],
 )
@@ -361,6 +355,47 @@ def test_a_step_that_cannot_be_compared_runs(
         "from its examples by more than a sum",
     )
     assert all(any(notice in text for notice in notices) for text in logged), logged
+
+
+@pytest.mark.parametrize("kind", ["a variable", long("an attribute"), long("an element")])
+def test_a_step_that_divides_by_a_captured_number_of_replicas_is_compared(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, kind: str
+):
+    """It may be another number of the same value, so that it is logged."""
+    model, optimizer = classifier(s4, optax.sgd(0.1))
+    (batch,) = s4.distribute_dataset([(X, Y)])
+    replicas, settings, numbers = 4, SimpleNamespace(replicas=4), (1, 4)
+    steps: dict[str, Any] = {
+        "a variable": lambda: replicas,
+        "an attribute": lambda: settings.replicas,
+        "an element": lambda: numbers[1],
+    }
+    number = steps[kind]
+
+    def step(x: jax.Array, y: jax.Array) -> None:
+        gradients = nnx.grad(lambda m: losses(m, x, y).mean() / number())(model)
+        optimizer.update(model, gradients)
+
+    s4.run(step, args=batch)
+    [text] = [record.getMessage() for record in caplog.records]
+    assert "equals one device only if" in text
+    assert "is the number of replicas, 4" in text
+    assert (replicas, settings.replicas, numbers) == (4, 4, (1, 4))
+
+
+@pytest.mark.parametrize("temperature", [4, long(0.25)])
+def test_a_captured_number_that_equals_the_number_of_replicas_hides_no_mistake(
+    s4: dj.MirroredStrategy, temperature: float
+):
+    model, optimizer = classifier(s4, optax.sgd(0.1))
+    (batch,) = s4.distribute_dataset([(X, Y)])
+
+    def step(x: jax.Array, y: jax.Array) -> None:
+        gradients = nnx.grad(lambda m: losses(m, x / temperature, y).mean())(model)
+        optimizer.update(model, gradients)
+
+    with pytest.raises(dj.NotEqualError, match=r"4\.000 = number of replicas"):
+        s4.run(step, args=batch)
 
 
 def dropout_step(
