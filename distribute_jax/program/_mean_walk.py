@@ -135,7 +135,11 @@ class _MeanWalk(NoticeWalk):
             marks = [*marks[:first], *taken]
         is_plain = _is_sum(eqn) or names_axis(eqn, DATA) or eqn.primitive.name in SCATTER_ADDS
         if eqn.primitive.name in RULES and not is_plain:
-            return super().after(eqn, marks)
+            outs = super().after(eqn, marks)
+            if eqn.primitive.name != "scan":
+                return outs
+            _, kept = consts_and_carries(eqn)  # dim 0 of what is stacked is not that of the rows
+            return [*outs[:kept], *(m if isinstance(m, Ref) else m - _ROWS for m in outs[kept:])]
         return self.by_rule(_MeanWalk._plain, eqn, contents(marks)) or [MIRRORED] * len(eqn.outvars)
 
     def _plain(self, eqn: Any, marks: Marks) -> Marks:

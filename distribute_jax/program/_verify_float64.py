@@ -99,6 +99,8 @@ _seed: ContextVar[Any] = ContextVar("_seed", default=None)
 _ANGLE_SCALE = 1e16
 """Large enough that a change in the last digit of the sum of inputs makes another angle."""
 _SUMS = {"add", "add_any", "sub", "reduce_sum", "cumsum", "dot_general", "conv_general_dilated"}
+_JUMPS = {"ceil", "eq", "floor", "ge", "gt", "le", "lt", "ne"}
+_WHOLE_ERROR = 1e-10
 _TERM_ERROR = 2.0**-44
 """More than the rounding error of a sum in float64, and far less than a difference that matters."""
 
@@ -108,6 +110,20 @@ def _inexact(x: Any) -> Any:
         return x
     angles = _seed.get() + 12.9898 * jnp.arange(x.size, dtype=jnp.float64)
     return x * (1 + _TERM_ERROR * jnp.sin(angles).reshape(x.shape))
+
+
+def _jumps(eqn: Any) -> bool:
+    """True if an equation makes a position, or a choice, of a number that may be whole."""
+    name, [out, *_] = eqn.primitive.name, eqn.outvars
+    return name in _JUMPS or (name == "convert_element_type" and out.aval.dtype.kind in "iu")
+
+
+def _whole(x: Any) -> Any:
+    """Returns a number without its random error where it is a whole number but for that."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    near = jnp.round(x)
+    return jnp.where(jnp.abs(x - near) <= _WHOLE_ERROR * jnp.maximum(jnp.abs(near), 1), near, x)
 
 
 def evaluated(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -121,6 +137,8 @@ def evaluated(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
         operands = list(map(read, eqn.invars))
         if _seed.get() is not None and eqn.primitive.name in _SUMS:
             operands = list(map(_inexact, operands))
+        if _seed.get() is not None and _jumps(eqn):
+            operands = list(map(_whole, operands))
         outs = _RULES.get(eqn.primitive.name, _bound)(eqn, operands)
         values.update(zip(eqn.outvars, map(_widened, outs), strict=True))
     return list(map(read, open_jaxpr(jaxpr).outvars))

@@ -139,6 +139,12 @@ RIGHT: dict[str, Callable[[jax.Array], Any]] = {
             jax.vmap(lambda k: cross_entropy(k * x, x.argmin(1)))(jnp.ones(REPLICAS)).mean(0)
         ),
     ),
+    "a mean over as many steps of a scan as rows": lambda x: all_reduce(
+        "sum",
+        dj.compute_average_loss(
+            jax.lax.scan(lambda c, _: (c, c[:, 0]), x, None, length=REPLICAS)[1].mean(0)
+        ),
+    ),
     "a count in a loop": lambda x: jax.lax.fori_loop(
         0, 2, lambda i, c: c - all_reduce("sum", x.sum()) / c, 4.0
     ),

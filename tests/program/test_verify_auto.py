@@ -398,6 +398,31 @@ def test_a_captured_number_that_equals_the_number_of_replicas_hides_no_mistake(
         s4.run(step, args=batch)
 
 
+@pytest.mark.parametrize("kind", ["a quantile", long("places of experts")])
+def test_a_wrong_variable_beside_right_weights_is_found(s4: dj.MirroredStrategy, kind: str):
+    """Whole numbers, such as the places of examples, are exact: rounding moves none to another place."""
+    model, optimizer = classifier(s4, optax.sgd(0.1))
+    (batch,) = s4.distribute_dataset([(X, Y)])
+    with s4.scope():
+        seen = nnx.Variable(jnp.zeros(()))
+
+    def places(values: jax.Array) -> jax.Array:  # an expert has room for two examples
+        expert = jax.nn.one_hot((values > 1.0).astype(jnp.int32), 2)
+        place = (jnp.cumsum(expert, 0) * expert).sum(1) - 1
+        kept = jax.nn.one_hot(place.astype(jnp.int32), 2) * values[:, None]
+        return (kept.sum(0) ** 2).sum()
+
+    of_share = places if "places" in kind else lambda values: jnp.quantile(values, 0.8)
+
+    def step(x: jax.Array, y: jax.Array) -> None:
+        gradients = nnx.grad(lambda m: dj.compute_average_loss(losses(m, x, y)))(model)
+        optimizer.update(model, gradients)
+        seen[...] += context().all_reduce("mean", of_share(losses(model, x, y)))
+
+    with pytest.raises(dj.NotEqualError, match=r"\n  seen: differs by up to \S+; the change is"):
+        s4.run(step, args=batch)
+
+
 def dropout_step(
     strategy: dj.Strategy, loss: Callable[..., jax.Array], rate: float = 0.3
 ) -> tuple[Any, Callable[..., None]]:
