@@ -70,8 +70,9 @@ class Traced:
     """Captured arrays that became constants of the jaxpr, since their place cannot be assigned."""
     input_starts: tuple[int, ...]
     """Index of the first flat input of each variable, and one past the last."""
-    drawn: tuple[tuple[int, ...], ...] | None = None
-    """For ``verify``: () if every mask of dropout is fixed; the shapes of all draws if their numbers are."""
+    drawn: tuple[tuple[tuple[int, ...], bool], ...] | None = None
+    """For ``verify``: () if every mask of dropout is fixed; if their numbers are, the shape of each draw, and
+    whether it may differ between the replicas."""
     created: tuple[nnx.Variable[Any], ...] = ()
     """Variables that the step created and kept; the results are then only their first values."""
 

@@ -145,25 +145,27 @@ def with_equal_masks(traced: Traced) -> Traced:
 def with_equal_draws(call: Call, traced: Traced, like: tuple[Any, ...] | None = None) -> Traced:
     """Returns a step whose draws are equal for equal rows; the same step if it draws otherwise.
 
-    ``like`` are the shapes of the draws on a replica, for the step on one device with all rows.
+    ``like`` are the draws on a replica, for the step on one device with all rows.
 
     Raises:
-        ValueError: the draws cannot be paired, or one has as many rows on one device as on a replica.
+        ValueError: the draws cannot be paired, or one has as many rows on one device as on a replica, and
+            may differ between the replicas.
     """
     closed, walk = traced.jaxpr, _DrawWalk()
     data = sum(traced.sizes[:2])
     batch = {data + k for k, v in enumerate(call.arguments.data) if isinstance(v, PerReplica)}
     walk.run(closed, [_DATA | _BATCH * (k in batch) for k in range(len(closed.jaxpr.invars))])
     drawn = [eqn for eqn in equations(closed.jaxpr) if eqn.primitive.name == "random_bits"]
-    shapes = tuple(eqn.outvars[0].aval.shape for eqn in drawn)
+    shapes = tuple((eqn.outvars[0].aval.shape, id(eqn) in walk.differing) for eqn in drawn)
     # Latents of a number that the step has for each replica are not those of N times as many rows.
-    has_others = any(a == b and a[:1] > (1,) for a, b in zip(shapes, like or (), strict=False))
+    of_both = zip(shapes, like or (), strict=False)
+    has_others = any(a == b and a[:1] > (1,) and differs for (a, _), (b, differs) in of_both)
     if like and (has_others or not walk.only_bits):
         raise ValueError(f"the draws of shapes {shapes} are not those of the rows of all replicas")
     if not walk.only_bits:
         return traced
     pairs = zip(drawn, like or shapes, strict=True)
-    known = {id(eqn): (number, shape) for number, (eqn, shape) in enumerate(pairs)}
+    known = {id(eqn): (number, shape) for number, (eqn, (shape, _)) in enumerate(pairs)}
     jaxpr = _FixedDraws(lambda eqn: _of_rows(*known[id(eqn)], eqn.outvars[0].aval)).closed(closed)
     return replace(traced, jaxpr=jaxpr, drawn=shapes)
 
@@ -173,7 +175,7 @@ def draws(jaxpr: Any) -> bool:
     return any(eqn.primitive.name in RANDOM for eqn in equations(jaxpr))
 
 
-_DATA, _DRAWN, _BATCH = 1, 2, 4
+_DATA, _DRAWN, _BATCH, _REPLICA = 1, 2, 4, 8
 """The bits of a mark: what a value is computed from. Constants have none."""
 
 _COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
@@ -189,6 +191,11 @@ class _DrawWalk(Walk):
     only_bits = True
     """All are drawn by a primitive that can be replaced, and none orders or selects rows."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.differing: set[int] = set()
+        """The ids of draws whose key may differ between the replicas."""
+
     def constant(self, value: Any) -> int:
         return 0
 
@@ -200,7 +207,10 @@ class _DrawWalk(Walk):
 
     def apply(self, eqn: Any, marks: Marks) -> Marks:
         name = eqn.primitive.name
+        if name == "axis_index":
+            return [_REPLICA]
         if name == "random_bits":
+            self.differing |= {id(eqn)} if marks[0] & (_BATCH | _REPLICA) else set()
             return [_DRAWN]
         # With equal numbers a loop that draws until they fit would never end.
         draws = any(inner.primitive.name in RANDOM for inner in with_inner(eqn))
@@ -213,7 +223,7 @@ class _DrawWalk(Walk):
         self.only_bits &= not (draws or selects or (name in _ORDERS and mark & _DRAWN))
         self.only_masks &= not draws
         if mark and name in _COMPARISONS:
-            return [_DATA | mark & _BATCH] * len(eqn.outvars)
+            return [_DATA | mark & (_BATCH | _REPLICA)] * len(eqn.outvars)
         return [self._met(mark)] * len(eqn.outvars)
 
     def _met(self, mark: int) -> int:

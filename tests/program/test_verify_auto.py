@@ -483,12 +483,13 @@ def test_a_wrong_loss_of_a_model_with_dropout_is_found(
 def local_step(
     strategy: dj.Strategy, kind: str, loss: Callable[..., jax.Array], op: str = "sum"
 ) -> tuple[Any, Callable[..., None]]:
-    """A model and its step, with noise for each row, or statistics of each share."""
+    """A model and its step, with noise for each row or of the gradients, or statistics of each share."""
     with strategy.scope():
         rngs = nnx.Rngs(0)
         layers = [nnx.Linear(8, 3, rngs=rngs)]
         model = nnx.Sequential(*[nnx.BatchNorm(8, rngs=rngs)] * ("norm" in kind), *layers)
-        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        noise = [optax.add_noise(0.01, 0.5, 0)] * ("gradients" in kind)
+        optimizer = nnx.Optimizer(model, optax.chain(*noise, optax.sgd(0.1)), wrt=nnx.Param)
 
     def step(x: jax.Array, y: jax.Array) -> None:
         if "noise" in kind:
@@ -500,7 +501,7 @@ def local_step(
     return model, step
 
 
-LOCAL = ["noise", "norm", long("noise and norm")]
+LOCAL = ["noise", "norm", long("noise and norm"), long("noisy gradients")]
 
 
 @pytest.mark.parametrize("kind", LOCAL)
@@ -537,6 +538,7 @@ PENALTY = (
     [
         pytest.param("noise", *PARTS, id="noise, mean of parts"),
         pytest.param("norm", *PENALTY, id="norm, penalty"),
+        pytest.param("noisy gradients", *PENALTY, id="noisy gradients, penalty"),
         *(
             pytest.param(kind, *case, id=f"{kind}, {name}", marks=pytest.mark.exhaustive)
             for kind, name, case in [
