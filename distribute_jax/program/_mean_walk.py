@@ -17,13 +17,14 @@ from distribute_jax.program._jaxprs import consts_and_carries, names_axis
 from distribute_jax.program._notice_marks import (
     KEEPS,
     OVER_ROWS,
-    SCATTER_ADDS,
     SHAPES,
     Constant,
     NoticeWalk,
     Word,
+    is_sum,
     number_of,
     sums_over_rows,
+    words_of,
 )
 from distribute_jax.program._padding_marks import evaluate
 from distribute_jax.program._replication import MIRRORED, RULES, Mark, Ref, contents, union
@@ -31,14 +32,7 @@ from distribute_jax.program._walk import Marks
 
 
 class _OfShares(Word):
-    """A mark with a line."""
-
-    __slots__ = ()
-
-    @property
-    def at(self) -> str:
-        """The line."""
-        return str(self)
+    """The mark of what is computed from one replica's examples: a line."""
 
 
 class ShareMean(_OfShares):
@@ -68,8 +62,6 @@ class _Extreme(NonlinearShare):
 class _Across(Word):
     """The mark of rows in another dim than the first, as to be compared with all rows: the dim."""
 
-    __slots__ = ()
-
 
 class _Centered(_OfShares):
     """Rows from which a sum or mean of their share was subtracted."""
@@ -82,13 +74,9 @@ class _MeanWeights(_OfShares):
 class _Total(Word):
     """The mark of a sum over one replica's examples: the number of elements."""
 
-    __slots__ = ()
-
 
 class _Merged(Word):
     """The mark of rows that a reshape merged with other dims: the length of dim 0."""
-
-    __slots__ = ()
 
 
 _ROWS: Mark = frozenset({"rows of the batch"})
@@ -131,9 +119,12 @@ class _MeanWalk(NoticeWalk):
             return marks
         if eqn.primitive.name == "scan":  # which takes the rows one by one
             first = sum(consts_and_carries(eqn))
-            taken = [m if isinstance(m, Ref) or _weights(m) else m - _ROWS for m in marks[first:]]
+            taken = (
+                m if isinstance(m, Ref) or words_of(m, _MeanWeights) else m - _ROWS
+                for m in marks[first:]
+            )
             marks = [*marks[:first], *taken]
-        is_plain = _is_sum(eqn) or names_axis(eqn, DATA) or eqn.primitive.name in SCATTER_ADDS
+        is_plain = is_sum(eqn) or names_axis(eqn, DATA) or eqn.primitive.name == "scatter-add"
         if eqn.primitive.name in RULES and not is_plain:
             outs = super().after(eqn, marks)
             if eqn.primitive.name != "scan":
@@ -144,7 +135,7 @@ class _MeanWalk(NoticeWalk):
 
     def _plain(self, eqn: Any, marks: Marks) -> Marks:
         """Returns the marks after an operation without a body, or a collective."""
-        if _is_sum(eqn):
+        if is_sum(eqn):
             return [_over_replicas(mark) for mark in marks]
         name, mark = eqn.primitive.name, union(marks)
         if name == "real_rows":  # replicas have different numbers of them
@@ -152,7 +143,7 @@ class _MeanWalk(NoticeWalk):
         if name == "integer_pow" and eqn.params["y"] == 1:  # in moments of optax
             name = "copy"
         if not mark or names_axis(eqn, DATA):
-            mark = frozenset(Combined(word.at) for word in mark if isinstance(word, MixedRows))
+            mark = frozenset(map(Combined, words_of(mark, MixedRows)))
         elif mark & _ROWS:
             mark = self._of_rows(name, eqn, marks)
         else:
@@ -165,7 +156,7 @@ class _MeanWalk(NoticeWalk):
         return [self._in(var.aval, mark) for var in eqn.outvars]
 
     def _in(self, aval: Any, mark: Mark) -> Mark:
-        if mark & _ROWS and not _weights(mark):
+        if mark & _ROWS and not words_of(mark, _MeanWeights):
             if self._has_rows(aval.shape, mark):
                 return mark
             mark = _nonlinear(mark, MixedRows)
@@ -173,7 +164,7 @@ class _MeanWalk(NoticeWalk):
 
     def _has_rows(self, shape: tuple[int, ...], mark: Mark) -> bool:
         """True if dim 0 of an array with the mark of rows is that of the rows."""
-        merged = (int(word) for word in mark if isinstance(word, _Merged))
+        merged = map(int, words_of(mark, _Merged))
         return shape[:1] == (self._rows,) or (shape[0] if shape else 0) in merged
 
     def _folded(
@@ -212,11 +203,13 @@ class _MeanWalk(NoticeWalk):
     def _of_rows(self, name: str, eqn: Any, marks: Marks) -> Mark:
         """Returns the mark of an operation on the rows of a share."""
         dim = _dim_of_rows(name, eqn, marks)
-        if weights := _weights(union(marks)):
-            is_sum = any(_weights(m) and sums_over_rows(eqn, k) for k, m in enumerate(marks))
+        if weights := words_of(union(marks), _MeanWeights):
+            sums = (
+                words_of(m, _MeanWeights) and sums_over_rows(eqn, k) for k, m in enumerate(marks)
+            )
             moves = name == "broadcast_in_dim" and dim != 0  # of a mean in each example
             kept = MIRRORED if moves else _ROWS | weights
-            return frozenset(ShareMean(word.at) for word in weights) if is_sum else kept
+            return frozenset(map(ShareMean, weights)) if any(sums) else kept
         if name == "stack" and eqn.params["axis"] == 0:
             return MIRRORED
         mixed = self._mixed(name, eqn, marks)
@@ -229,7 +222,7 @@ class _MeanWalk(NoticeWalk):
         if dim != 0:
             return _nonlinear(mixed, MixedRows) | (MIRRORED if dim is None else {_Across(str(dim))})
         is_square = name in _SQUARES and eqn.invars[0] is eqn.invars[-1]
-        merged: Mark = frozenset(word for word in union(marks) if isinstance(word, _Merged))
+        merged = words_of(union(marks), _Merged)
         joins = name == "reshape" or (name == "concatenate" and all(m & _ROWS for m in marks))
         if joins and (length := eqn.outvars[0].aval.shape[:1]):
             merged |= {_Merged(length[0])} if length[0] % self._rows == 0 else MIRRORED
@@ -248,7 +241,7 @@ class _MeanWalk(NoticeWalk):
             total = frozenset({_Total(prod(shape[axis] for axis in axes))})
             return _nonlinear(marks[0], MixedRows, _Centered) or total
         if name == "sort" and eqn.params["dimension"] == 0:
-            mixed: Mark = frozenset(word for word in marks[0] if isinstance(word, MixedRows))
+            mixed = words_of(marks[0], MixedRows)
             # Examples are also sorted by whole numbers, as of experts or lengths, and put back later.
             is_rank = mixed or jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating)
             at = self.at()
@@ -260,10 +253,8 @@ class _MeanWalk(NoticeWalk):
     def _mixed(self, name: str, eqn: Any, marks: Marks) -> Mark:
         """Returns the marks of rows that depend on others, and that of an operation that mixes them."""
         # The indices of a gather may sort rows, which are put back later.
-        before = union(marks[:1] if name == "gather" else marks)
-        mixed: Mark = frozenset(word for word in before if isinstance(word, MixedRows))
-        is_mixed = any(isinstance(word, _Across) for m in marks for word in m)
-        is_mixed = is_mixed and name in _MIXES | _COMPARES
+        mixed = words_of(union(marks[:1] if name == "gather" else marks), MixedRows)
+        is_mixed = name in _MIXES | _COMPARES and bool(words_of(union(marks), _Across))
         if name in _MIXES and not self._normalizes:
             scales = name in ("div", "mul")
             shares = (m for m in marks if not m & _ROWS)
@@ -276,7 +267,7 @@ class _MeanWalk(NoticeWalk):
 
     def _of_means(self, name: str, numbers: Sequence[float | None], marks: Marks) -> Mark:
         """Returns the mark of an operation on sums and means."""
-        marks = [frozenset(w for w in m if not isinstance(w, Constant)) for m in marks]
+        marks = [m - words_of(m, Constant) for m in marks]
         mark = union(marks)
         if name in ("mul", "div"):
             number = numbers[1] if name == "div" or numbers[1] is not None else numbers[0]
@@ -286,66 +277,50 @@ class _MeanWalk(NoticeWalk):
         else:
             is_nonlinear = name in _NONLINEAR
         if is_nonlinear:
-            combined = frozenset(word for word in mark if isinstance(word, Combined))
-            return frozenset({NonlinearShare(self.at())}) if _of_one_share(mark) else combined
+            is_share = _of_one_share(mark)
+            return frozenset({NonlinearShare(self.at())}) if is_share else words_of(mark, Combined)
         # A count that is kept from being 0, as by jnp.maximum(count, 1), is still one.
         is_total = all(m or n is not None for m, n in zip(marks, numbers, strict=True))
-        kept = (_OfShares, _Total) if is_total else _OfShares
-        across = frozenset(
-            word for word in mark if name in _IDENTITIES and isinstance(word, _Across)
-        )
-        return across | {w for w in mark if name in _LINEAR and isinstance(w, kept)}
+        kept = words_of(mark, _OfShares, *[_Total] * is_total) if name in _LINEAR else MIRRORED
+        return kept | words_of(mark, _Across) if name in _IDENTITIES else kept
 
     def _divided(self, mark: Mark, number: float) -> Mark:
         """Returns the mark of a value divided by a number."""
-        totals = [int(word) for word in mark if isinstance(word, _Total)]
+        totals = list(map(int, words_of(mark, _Total)))
         if totals:
             # The examples of all replicas may be as many as these elements: then it is a part of a mean.
             is_part = isclose(number, self._rows * self.axis_size)
             is_rows = isclose(self._rows, number) and self._rows != self.axis_size
             is_mean = is_rows or any(isclose(total, number) for total in totals)
             if is_part:
-                return frozenset(word for word in mark if not isinstance(word, _Total))
+                return mark - words_of(mark, _Total)
             return frozenset({ShareMean(self.at())}) if is_mean else mark
         if not isclose(number, self.axis_size):
             return mark
         # By the number of replicas: a part of a mean, or the mean over the replicas.
-        return frozenset(word for word in mark if not isinstance(word, (ShareMean, SumOfMeans)))
-
-
-def _is_sum(eqn: Any) -> bool:
-    return eqn.primitive.name == "cross_device_sum" or (
-        eqn.primitive.name in ("psum", "psum_invariant") and names_axis(eqn, DATA)
-    )
-
-
-def _weights(mark: Mark) -> frozenset[_MeanWeights]:
-    return frozenset(word for word in mark if isinstance(word, _MeanWeights))
+        return mark - words_of(mark, ShareMean, SumOfMeans)
 
 
 def _over_replicas(mark: Mark) -> Mark:
     """Returns the mark of the sum of a value over the replicas."""
-    means = (SumOfMeans(word.at) for word in mark if isinstance(word, ShareMean))
-    return frozenset(means) | {
-        Combined(word.at) for word in mark if isinstance(word, NonlinearShare)
-    }
+    means = map(SumOfMeans, words_of(mark, ShareMean))
+    return frozenset(means).union(map(Combined, words_of(mark, NonlinearShare)))
 
 
 def _of_one_share(mark: Mark, *, extremes: bool = True) -> bool:
     """True if a value is computed from sums or means over one replica's examples."""
-    known = (word for word in mark if extremes or not isinstance(word, _Extreme))
-    return any(isinstance(word, (_Total, ShareMean, NonlinearShare)) for word in known)
+    known = mark if extremes else mark - words_of(mark, _Extreme)
+    return bool(words_of(known, _Total, ShareMean, NonlinearShare))
 
 
 def _nonlinear(mark: Mark, *kinds: type[_OfShares]) -> Mark:
     """Returns the mark of sums of rows with marks of these kinds."""
-    return frozenset(NonlinearShare(word.at) for word in mark if isinstance(word, kinds))
+    return frozenset(map(NonlinearShare, words_of(mark, *kinds)))
 
 
 def _dim(mark: Mark) -> int | None:
     """Returns the dim of a value that has the rows of a share."""
-    across = (int(word) for word in mark if isinstance(word, _Across))
-    return 0 if mark & _ROWS else next(across, None)
+    return 0 if mark & _ROWS else next(map(int, words_of(mark, _Across)), None)
 
 
 def _dim_of_rows(name: str, eqn: Any, marks: Marks) -> int | None:

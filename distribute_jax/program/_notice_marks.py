@@ -39,8 +39,6 @@ KEEPS = SHAPES | {
 }  # fmt: skip
 """Operations after which a part of a mean is still a part."""
 
-
-SCATTER_ADDS = frozenset({"scatter-add", "scatter_add"})
 OVER_ROWS = frozenset({"argmax", "argmin", "reduce_max", "reduce_min", "reduce_prod"})
 
 
@@ -58,46 +56,37 @@ class Word(str):
     __hash__ = str.__hash__
 
 
+def words_of(mark: Mark, *kinds: type[str]) -> Mark:
+    """Returns the words of a mark that are of some kinds."""
+    return frozenset(word for word in mark if isinstance(word, kinds))
+
+
 class Part(Word):
     """The mark of a part of a mean: the line that made it."""
-
-    __slots__ = ()
 
 
 class ScaledPart(Part):
     """The mark of a value computed from a part, which may be a complete mean by that."""
 
-    __slots__ = ()
-
 
 class _SummedPart(Word):
     """The mark of the sum of parts over the replicas, which is the mean: the line that made the parts."""
-
-    __slots__ = ()
 
 
 class MeanOfParts(Word):
     """The mark of a mean of parts over the replicas: the line that made the parts."""
 
-    __slots__ = ()
-
 
 class _Gradient(Word):
     """The mark of gradients of a part: the line that made the part."""
-
-    __slots__ = ()
 
 
 class _SummedGradient(_SummedPart):
     """The mark of the sum of such gradients over the replicas."""
 
-    __slots__ = ()
-
 
 class MeanOfGradients(MeanOfParts):
     """The mark of the mean of such gradients over the replicas."""
-
-    __slots__ = ()
 
 
 class Constant(str):
@@ -117,10 +106,8 @@ class Constant(str):
 class Parts:
     """Where the parts of means in a program end up."""
 
-    outputs: list[frozenset[Part]]
-    """For each output of the program, the parts in it."""
-    too_small: list[frozenset[MeanOfParts]]
-    """For each output of the program, the means of parts in it."""
+    outputs: list[Mark]
+    """The mark of each output of the program."""
     callbacks: list[tuple[str, str]]
     """The lines of callbacks that get a part, with the line that made the part."""
 
@@ -162,12 +149,10 @@ def takes_parts(jaxpr: Any) -> bool:
 def parts_of_means(jaxpr: Any, replicas: int) -> Parts:
     """Follows the results of ``compute_average_loss``."""
     if not takes_parts(jaxpr):
-        nothing = [frozenset[Any]()] * len(jaxpr.jaxpr.outvars)
-        return Parts(nothing, nothing, [])
+        return Parts([MIRRORED] * len(jaxpr.jaxpr.outvars), [])
     walk = _PartWalk(replicas)
     outs = walk.run(jaxpr, [MIRRORED] * len(jaxpr.jaxpr.invars))
-    means = [frozenset(word for word in mark if isinstance(word, MeanOfParts)) for mark in outs]
-    return Parts([_parts(mark) for mark in outs], means, sorted(walk.callbacks))
+    return Parts(outs, sorted(walk.callbacks))
 
 
 class _PartWalk(NoticeWalk):
@@ -181,17 +166,18 @@ class _PartWalk(NoticeWalk):
         name = eqn.primitive.name
         if eqn.primitive in (part_of_mean_p, part_gradient_p):
             return [self._made(eqn, marks)]
-        if name == "cross_device_sum" or names_axis(eqn, DATA):
-            is_sum = name in ("psum", "psum_invariant") or len(marks) == len(eqn.outvars) == 1
-            return list(map(_summed, marks)) if is_sum else [MIRRORED] * len(eqn.outvars)
+        if is_sum(eqn):
+            return list(map(_summed, marks))
+        if names_axis(eqn, DATA):
+            return [MIRRORED] * len(eqn.outvars)
         if any(isinstance(word, (_SummedPart, MeanOfParts)) for word in union(marks)):
             if name not in RULES:
                 return [self._after_sum(name, eqn, marks)] * len(eqn.outvars)
         elif not any(marks) and name not in RULES and name not in _OF_NUMBERS:
             return [MIRRORED] * len(eqn.outvars)
         if name in _CALLBACKS:
-            parts = _parts(union(marks))
-            self.callbacks |= {(self.at(), str(p)) for p in parts if not isinstance(p, ScaledPart)}
+            parts = words_of(union(marks), Part) - words_of(union(marks), ScaledPart)
+            self.callbacks |= {(self.at(), part) for part in parts}
         numbers = list(map(number_of, eqn.invars, marks)) if name in _OF_NUMBERS else [None]
         if (number := numbers[0]) is not None and None not in numbers:
             return [frozenset({Constant(number * (_factor(name, eqn, marks) or 1))})]
@@ -214,17 +200,17 @@ class _PartWalk(NoticeWalk):
         factor, mark = _factor(name, eqn, marks), union(marks)
         is_mean = any(_COLLECTIVES in frame for frame in frames(eqn))
         if is_mean and name == "div" and factor == 1 / self.axis_size < 1:
-            sums = [w for w in marks[0] if isinstance(w, _SummedPart)]
-            gradients = {MeanOfGradients(w) for w in sums if isinstance(w, _SummedGradient)}
-            return frozenset(gradients or map(MeanOfParts, sums))
+            gradients = map(MeanOfGradients, words_of(marks[0], _SummedGradient))
+            return frozenset(gradients) or frozenset(
+                map(MeanOfParts, words_of(marks[0], _SummedPart))
+            )
         if factor is not None and factor < 2:  # as by a learning rate
-            return _gradients(mark, _SummedGradient, MeanOfGradients)
-        kept = (Part, _SummedPart, MeanOfParts)
+            return words_of(mark, _SummedGradient, MeanOfGradients)
         keeps = name in KEEPS or eqn.params.get("y") == 1  # a first power, in moments of optax
-        return frozenset(w for w in mark if keeps and isinstance(w, kept))
+        return words_of(mark, Part, _SummedPart, MeanOfParts) if keeps else MIRRORED
 
     def _mark_of_parts(self, name: str, eqn: Any, marks: list[Mark]) -> Mark:
-        parts, gradients = _parts(union(marks)), _gradients(union(marks), _Gradient)
+        parts, gradients = words_of(union(marks), Part), words_of(union(marks), _Gradient)
         factor = _factor(name, eqn, marks)
         if name in KEEPS or factor is not None:
             # Times the replicas or the batch it is complete; times 0.1 it is a term of a sum of losses.
@@ -232,17 +218,10 @@ class _PartWalk(NoticeWalk):
         return gradients | {ScaledPart(part) for part in parts}
 
 
-def _parts(mark: Mark) -> frozenset[Part]:
-    return frozenset(word for word in mark if isinstance(word, Part))
-
-
-def _gradients(mark: Mark, *kinds: type[str]) -> Mark:
-    return frozenset(word for word in mark if isinstance(word, kinds))
-
-
 def _summed(mark: Mark) -> Mark:
-    parts = {_SummedPart(part) for part in _parts(mark) if not isinstance(part, ScaledPart)}
-    return frozenset(parts | {_SummedGradient(word) for word in _gradients(mark, _Gradient)})
+    parts = words_of(mark, Part) - words_of(mark, ScaledPart)
+    gradients = map(_SummedGradient, words_of(mark, _Gradient))
+    return frozenset(map(_SummedPart, parts)).union(gradients)
 
 
 def _factor(name: str, eqn: Any, marks: Sequence[Mark]) -> float | None:
@@ -252,6 +231,12 @@ def _factor(name: str, eqn: Any, marks: Sequence[Mark]) -> float | None:
     numbers = [number_of(atom, mark) for atom, mark in zip(eqn.invars, marks, strict=True)]
     number = numbers[1] if numbers[1] is not None or name == "div" else numbers[0]
     return number if number is None else abs(1 / number if name == "div" and number else number)
+
+
+def is_sum(eqn: Any) -> bool:
+    """True if an equation sums over the replicas."""
+    is_psum = eqn.primitive.name in ("psum", "psum_invariant") and names_axis(eqn, DATA)
+    return is_psum or eqn.primitive.name == "cross_device_sum"
 
 
 def number_of(atom: Any, mark: Mark) -> float | None:
@@ -271,7 +256,7 @@ def sums_over_rows(eqn: Any, operand: int) -> bool:
         return 0 in contracted[operand]
     if name == "conv_general_dilated":  # that of a kernel exchanges batch and features
         return bool(params["dimension_numbers"].out_spec[0] != 0)
-    return name in SCATTER_ADDS or (name == "reduce_sum" and 0 in params["axes"])
+    return name == "scatter-add" or (name == "reduce_sum" and 0 in params["axes"])
 
 
 DRAWING = frozenset({"random_bits", "random_gamma", "rng_bit_generator"})
@@ -283,13 +268,9 @@ STREAM: Mark = frozenset({"a random stream"})
 class _Seed(Word):
     """The mark of a value computed from a seed and nothing that differs: the line of the seed."""
 
-    __slots__ = ()
-
 
 class _Draw(Word):
     """The mark of numbers for each row of a share, drawn with a mirrored key: the line that draws."""
-
-    __slots__ = ()
 
 
 class EqualWalk(NoticeWalk):
@@ -318,7 +299,7 @@ class EqualWalk(NoticeWalk):
             # rng_bit_generator returns the numbers after the key.
             if not mark and self.rows > 1 and self.rows in eqn.outvars[-1].aval.shape[:1]:
                 return [MIRRORED] * (len(eqn.outvars) - 1) + [frozenset({_Draw(self.at())})]
-        outs, draws = super().after(eqn, marks), _draws(mark)
+        outs, draws = super().after(eqn, marks), words_of(mark, _Draw)
         if not draws or eqn.primitive.name in RULES:
             return outs
         if self._are_for_rows(eqn, contents(marks)):
@@ -333,7 +314,7 @@ class EqualWalk(NoticeWalk):
         if eqn.primitive.name in _PRODUCTS:
             by_weights = not any(map(_differs, marks))
             return by_weights and any(
-                _draws(mark) and not sums_over_rows(eqn, k) for k, mark in enumerate(marks)
+                words_of(mark, _Draw) and not sums_over_rows(eqn, k) for k, mark in enumerate(marks)
             )
         return any(map(_differs, marks))
 
@@ -355,13 +336,9 @@ class EqualWalk(NoticeWalk):
 _PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
 
 
-def _draws(mark: Mark) -> frozenset[_Draw]:
-    return frozenset(word for word in mark if isinstance(word, _Draw))
-
-
 def _differs(mark: Mark) -> bool:
     """True if a value differs between replicas by more than a random stream."""
-    return any(word not in STREAM and not isinstance(word, (_Draw, _Seed)) for word in mark)
+    return bool(mark - STREAM - words_of(mark, _Draw, _Seed))
 
 
 def _moves_rows(eqn: Any) -> bool:

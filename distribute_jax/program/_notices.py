@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA, num_replicas
 from distribute_jax._messages import is_key
 from distribute_jax._values import Layout, PerReplica, Share
-from distribute_jax.program._aggregation import MERGE_BY_TYPE, Combine, is_sum_of_old
+from distribute_jax.program._aggregation import Combine, is_sum_of_old, merge_rule_of
 from distribute_jax.program._jaxprs import (
     RANDOM,
     equations,
@@ -36,13 +36,15 @@ from distribute_jax.program._notice_marks import (
     STREAM,
     EqualWalk,
     MeanOfGradients,
+    MeanOfParts,
     Part,
     Parts,
     ScaledPart,
     parts_of_means,
+    words_of,
 )
 from distribute_jax.program._options import RunOptions
-from distribute_jax.program._replication import MIRRORED, Mark
+from distribute_jax.program._replication import MIRRORED, Mark, union
 from distribute_jax.program._trace import (
     PRINTS,
     SIDE_EFFECTS,
@@ -111,43 +113,57 @@ _LOST = (
     "state = strategy.run(step, args=(state, batch))."
 )
 _SUM_OF_MEANS = (
-    "%s returned %s, the sum over the replicas of the mean that each took over its examples at %s: %s times "
-    "the mean over the batch. Write all_reduce('mean', ...), or all_reduce('sum', ...) of "
-    "dj.compute_average_loss(values) with one value for each example."
+    "%(step)s returned %(name)s, the sum over the replicas of the mean that each took over its examples at "
+    "%(at)s: %(replicas)s times the mean over the batch. Write all_reduce('mean', ...), or "
+    "all_reduce('sum', ...) of dj.compute_average_loss(values) with one value for each example."
 )
 _MEAN_OF_PARTS = (
-    "%s returned %s, the mean over the replicas of what compute_average_loss returned at %s, which is a part "
-    "of the mean over the batch: %s times too small. Write all_reduce('sum', loss)."
-)
-_MEAN_OF_GRADIENTS = (
-    "%s updates %s by the mean over the replicas of gradients of what compute_average_loss returned at %s, "
-    "which is a part of the mean over the batch: they are %s times smaller than those of one device. Combine "
-    "gradients of a part by all_reduce('sum', gradients)."
+    "%(step)s returned %(name)s, the mean over the replicas of what compute_average_loss returned at %(at)s, "
+    "which is a part of the mean over the batch: %(replicas)s times too small. Write "
+    "all_reduce('sum', loss)."
 )
 _NONLINEAR = (
-    "%s returned %s, which combines what each of the %s replicas computed at %s from its examples by more "
-    "than a sum, as a root, a ratio or a maximum, and so is not the value for the batch. Reduce first and "
-    "compute then, such as jnp.sqrt(all_reduce('mean', mean)), all_reduce('sum', total) / all_reduce('sum', "
-    "count), or all_gather(values).max()."
+    "%(step)s returned %(name)s, which combines what each of the %(replicas)s replicas computed at %(at)s "
+    "from its examples by more than a sum, as a root, a ratio or a maximum, and so is not the value for the "
+    "batch. Reduce first and compute then, such as jnp.sqrt(all_reduce('mean', mean)), "
+    "all_reduce('sum', total) / all_reduce('sum', count), or all_gather(values).max()."
 )
 _MIXED_ROWS = (
-    "%s returned %s, whose rows depend at %s on the other examples of a replica's share, as by their mean, "
-    "norm or rank, and so are not those of the whole batch. Combine first, as x - all_reduce('mean', "
-    "x.mean(0)), or compare with the rows of all replicas, all_gather(x)."
+    "%(step)s returned %(name)s, whose rows depend at %(at)s on the other examples of a replica's share, as "
+    "by their mean, norm or rank, and so are not those of the whole batch. Combine first, as "
+    "x - all_reduce('mean', x.mean(0)), or compare with the rows of all replicas, all_gather(x)."
 )
+_OF_RESULTS: dict[type[str], str] = {
+    SumOfMeans: _SUM_OF_MEANS,
+    MeanOfParts: _MEAN_OF_PARTS,
+    Combined: _NONLINEAR,
+    MixedRows: _MIXED_ROWS,
+}
+"""The warning for each mark of a result."""
+
 _SUM_OF_GRADIENTS = (
-    "%s updates %s by the sum over the replicas of gradients of the mean that each took over its examples at "
-    "%s: %s times those of one device. Take dj.compute_average_loss(losses) as the loss, or combine "
-    "gradients of a mean by all_reduce('mean', gradients); dj.Optimizer sums them."
+    "%(step)s updates %(name)s by the sum over the replicas of gradients of the mean that each took over its "
+    "examples at %(at)s: %(replicas)s times those of one device. Take dj.compute_average_loss(losses) as the "
+    "loss, or combine gradients of a mean by all_reduce('mean', gradients); dj.Optimizer sums them."
 )
+_MEAN_OF_GRADIENTS = (
+    "%(step)s updates %(name)s by the mean over the replicas of gradients of what compute_average_loss "
+    "returned at %(at)s, which is a part of the mean over the batch: they are %(replicas)s times smaller "
+    "than those of one device. Combine gradients of a part by all_reduce('sum', gradients)."
+)
+_OF_STATE: dict[type[str], str] = {
+    SumOfMeans: _SUM_OF_GRADIENTS,
+    MeanOfGradients: _MEAN_OF_GRADIENTS,
+}
+"""The warning for each mark of new state."""
 
 
 class Notice(NamedTuple):
     """A warning that is logged once for each object or line."""
 
     text: str
-    named: tuple[str, ...]
-    """The arguments of the text."""
+    named: tuple[Any, ...]
+    """The arguments of the text, or one mapping of them."""
     about: Any
     """The object or line."""
 
@@ -185,20 +201,16 @@ def notices_of(
     # Batch norm divides by the statistics of a share by design, and averages them.
     normalizes = bool(new_state) or not {Combine.MEAN, Combine.FIRST}.isdisjoint(combine)
     means = _means_of_shares(call, traced, normalizes)
+    marks = [mean | part for mean, part in zip(means, parts.outputs, strict=True)]
+    results = list(zip(traced.results.names, marks[len(combine) :], strict=True))
     if not results_are_parts.get():  # ``fit`` compares results itself
-        notices += _combined_means(call, traced, means[len(combine) :], new_state)
-        names = zip(traced.results.names, parts.too_small[len(combine) :], strict=True)
-        step, replicas = step_name(call.fn), str(num_replicas(call.mesh))
-        notices += [
-            Notice(_MEAN_OF_PARTS, (step, name, str(word), replicas), str(word))
-            for name, words in names
-            for word in sorted(words)
-            if not isinstance(word, MeanOfGradients)
-        ]
+        others = [result for k, result in enumerate(results) if k not in new_state]
+        notices += _about_means(_OF_RESULTS, call, others)
     if not _may_be_compared(call, traced, combine):
-        notices += _wrong_gradients(call, traced, combine, means, parts, new_state)
-    shares = [_share(*marks) for marks in zip(parts.outputs, means, strict=True)]
-    return tuple(notices), tuple(shares[len(combine) :])
+        state = [name for _, name, *_ in state_outputs(call, traced)]
+        updated = [*zip(state, marks, strict=False), *(results[k] for k in sorted(new_state))]
+        notices += _about_means(_OF_STATE, call, updated)
+    return tuple(notices), tuple(_share(mark) for _, mark in results)
 
 
 def _means_of_shares(call: Call, traced: Traced, normalizes: bool) -> list[Mark]:
@@ -213,19 +225,14 @@ def _means_of_shares(call: Call, traced: Traced, normalizes: bool) -> list[Mark]
     return means_of_shares(traced.jaxpr, inputs, replicas, rows.pop(), normalizes=normalizes)
 
 
-def _combined_means(
-    call: Call, traced: Traced, marks: Sequence[Mark], new_state: Collection[int]
+def _about_means(
+    texts: Mapping[type[str], str], call: Call, named: Iterable[tuple[str, Mark]]
 ) -> Iterator[Notice]:
-    """Warns of results, other than new state, that are sums of means, or combine functions of them."""
-    step, replicas = step_name(call.fn), str(num_replicas(call.mesh))
-    for k, (result, mark) in enumerate(zip(traced.results.names, marks, strict=True)):
-        for word in () if k in new_state else sorted(mark):
-            if isinstance(word, Combined):
-                yield Notice(_NONLINEAR, (step, result, replicas, word.at), word.at)
-            elif isinstance(word, SumOfMeans):
-                yield Notice(_SUM_OF_MEANS, (step, result, word.at, replicas), word.at)
-            elif isinstance(word, MixedRows):
-                yield Notice(_MIXED_ROWS, (step, result, word.at), word.at)
+    """Warns of outputs, with their names and marks, that have one of the marks with a text."""
+    facts = {"step": step_name(call.fn), "replicas": num_replicas(call.mesh)}
+    for name, mark in named:
+        for word in sorted(word for word in mark if type(word) in texts):
+            yield Notice(texts[type(word)], ({**facts, "name": name, "at": word},), word)
 
 
 def _may_be_compared(call: Call, traced: Traced, combine: Sequence[Combine]) -> bool:
@@ -239,38 +246,13 @@ def _may_be_compared(call: Call, traced: Traced, combine: Sequence[Combine]) -> 
     return is_comparable_size(call, traced) and {Combine.MEAN, Combine.FIRST}.isdisjoint(combine)
 
 
-def _wrong_gradients(
-    call: Call,
-    traced: Traced,
-    combine: Sequence[Combine],
-    means: Sequence[Mark],
-    parts: Parts,
-    new_state: Collection[int],
-) -> Iterator[Notice]:
-    """Warns of state that is updated by sums of gradients of means, or by means of gradients of parts."""
-    marks = [mean | part for mean, part in zip(means, parts.too_small, strict=True)]
-    step, replicas = step_name(call.fn), str(num_replicas(call.mesh))
-    named = [
-        (name, mark)
-        for (_, name, *_), mark in zip(state_outputs(call, traced), marks, strict=False)
-    ]
-    named += [(traced.results.names[k], marks[len(combine) + k]) for k in sorted(new_state)]
-    for name, mark in named:
-        for word in sorted(word for word in mark if isinstance(word, SumOfMeans)):
-            yield Notice(_SUM_OF_GRADIENTS, (step, name, word.at, replicas), word.at)
-        for line_of_part in sorted(word for word in mark if isinstance(word, MeanOfGradients)):
-            yield Notice(
-                _MEAN_OF_GRADIENTS, (step, name, str(line_of_part), replicas), str(line_of_part)
-            )
-
-
-def _share(parts: frozenset[Part], means: Mark) -> Share:
+def _share(mark: Mark) -> Share:
     """Returns what each replica's part of a result is."""
-    if any(not isinstance(part, ScaledPart) for part in parts):
+    if words_of(mark, Part) - words_of(mark, ScaledPart):
         return "part"
-    if any(isinstance(word, NonlinearShare) for word in means):
+    if words_of(mark, NonlinearShare):
         return "nonlinear"
-    return "mean" if any(isinstance(word, ShareMean) for word in means) else ""
+    return "mean" if words_of(mark, ShareMean) else ""
 
 
 def _refuse_values_of_metrics(call: Call, traced: Traced, combine: Sequence[Combine]) -> None:
@@ -375,20 +357,19 @@ def _parts_in_state(
     """Raises if a metric averages parts of means; warns of other state that may."""
     binding, replicas = call.binding, num_replicas(call.mesh)
     nodes = dict(zip(binding.node_names, binding.nodes, strict=True))
-    written: dict[str, list[tuple[str, frozenset[Part]]]] = {}
+    written: dict[str, dict[str, Mark]] = {}
     for output, (variable, name, *_) in enumerate(state_outputs(call, traced)):
         if isinstance(variable, nnx.metrics.MetricState):
             owner, _, attribute = name.rpartition(".")
-            written.setdefault(owner, []).append((attribute, parts.outputs[output]))
+            written.setdefault(owner, {})[attribute] = words_of(parts.outputs[output], Part)
     for owner, states in written.items():
         node = ref() if (ref := nodes.get(owner)) else None
-        merged = any(cls in MERGE_BY_TYPE for cls in type(node).__mro__)
+        merged = merge_rule_of(node) is not None
         parts_in = {
-            attribute: [p for p in here if merged or not isinstance(p, ScaledPart)]
-            for attribute, here in states
+            attribute: mark if merged else mark - words_of(mark, ScaledPart)
+            for attribute, mark in states.items()
         }
-        lines = sorted({str(part) for here in parts_in.values() for part in here})
-        if not lines:
+        if not (lines := sorted(union(parts_in.values()))):
             continue
         if merged or ("count" in parts_in and parts_in.get("total")):
             raise ArgumentError(
