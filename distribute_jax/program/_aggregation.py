@@ -17,7 +17,7 @@ from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import DATA
 from distribute_jax.collectives._reduction import as_dtype, wide
 from distribute_jax.program._jaxprs import ClosedJaxpr, consts_and_carries
-from distribute_jax.program._walk import STRUCTURE, Marks, Rule, Walk, scan
+from distribute_jax.program._walk import IDENTITIES, STRUCTURE, Marks, Rule, Walk, scan
 from distribute_jax.variables import Variable, VariableAggregation, first_replica
 
 
@@ -239,9 +239,6 @@ _NONE, _SAME, _PLUS, _OTHER = Relation
 FOLD = "fold_replica_id"
 """The name of the jitted function that makes each replica's key of a stored one."""
 
-_IDENTITIES = frozenset(
-    {"copy", "mirrored", "name", "optimization_barrier", "part_of_mean", "stop_gradient"}
-)
 _RESHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
 """They keep every number in its place if they only add or drop dims of size 1."""
 
@@ -324,7 +321,7 @@ class _RelationWalk(Walk):
             return [_NONE] * count
         if eqn.params.get("name") == FOLD:
             return [_SAME if _SAME in marks else _OTHER] * count
-        if name in _IDENTITIES:
+        if name in IDENTITIES:
             return marks
         if rule := _STRUCTURE.get(name):
             return self.by_rule(rule, eqn, marks) or [_OTHER] * count

@@ -15,7 +15,6 @@ from distribute_jax._mesh import DATA
 from distribute_jax.collectives._markers import part_gradient_p, unreduced_p
 from distribute_jax.program._jaxprs import consts_and_carries, names_axis
 from distribute_jax.program._notice_marks import (
-    KEEPS,
     OVER_ROWS,
     SHAPES,
     Constant,
@@ -28,7 +27,7 @@ from distribute_jax.program._notice_marks import (
 )
 from distribute_jax.program._padding_marks import evaluate
 from distribute_jax.program._replication import MIRRORED, RULES, Mark, Ref, contents, union
-from distribute_jax.program._walk import Marks
+from distribute_jax.program._walk import COMPARISONS, IDENTITIES, LINEAR, Marks
 
 
 class _OfShares(Word):
@@ -80,14 +79,13 @@ class _Merged(Word):
 
 
 _ROWS: Mark = frozenset({"rows of the batch"})
-_LINEAR = KEEPS | {"dynamic_slice", "gather", "max", "part_of_mean", "rev", "slice", "split"}
+_LINEAR = LINEAR | {"dynamic_slice", "gather", "max", "rev", "slice", "split"}
 _NONLINEAR = frozenset({
     "abs", "cbrt", "cholesky", "cos", "eigh", "erf", "exp", "exp2", "expm1", "integer_pow", "log", "log1p",
     "logistic", "lu", "pow", "qr", "rsqrt", "sin", "sqrt", "square", "svd", "tanh",
 })  # fmt: skip
-_IDENTITIES = frozenset({"convert_element_type", "copy", "neg", "optimization_barrier"})
+_SAME_DIMS = IDENTITIES | {"convert_element_type", "neg"}
 _MIXES = frozenset({"add", "add_any", "div", "max", "min", "mul", "pow", "select_n", "sub"})
-_COMPARES = frozenset({"eq", "ge", "gt", "le", "lt", "ne"})
 _SQUARES = frozenset({"abs", "integer_pow", "mul", "reshape", "square"})
 
 
@@ -254,7 +252,7 @@ class _MeanWalk(NoticeWalk):
         """Returns the marks of rows that depend on others, and that of an operation that mixes them."""
         # The indices of a gather may sort rows, which are put back later.
         mixed = words_of(union(marks[:1] if name == "gather" else marks), MixedRows)
-        is_mixed = name in _MIXES | _COMPARES and bool(words_of(union(marks), _Across))
+        is_mixed = name in _MIXES | COMPARISONS and bool(words_of(union(marks), _Across))
         if name in _MIXES and not self._normalizes:
             scales = name in ("div", "mul")
             shares = (m for m in marks if not m & _ROWS)
@@ -282,7 +280,7 @@ class _MeanWalk(NoticeWalk):
         # A count that is kept from being 0, as by jnp.maximum(count, 1), is still one.
         is_total = all(m or n is not None for m, n in zip(marks, numbers, strict=True))
         kept = words_of(mark, _OfShares, *[_Total] * is_total) if name in _LINEAR else MIRRORED
-        return kept | words_of(mark, _Across) if name in _IDENTITIES else kept
+        return kept | words_of(mark, _Across) if name in _SAME_DIMS else kept
 
     def _divided(self, mark: Mark, number: float) -> Mark:
         """Returns the mark of a value divided by a number."""

@@ -28,17 +28,11 @@ from distribute_jax.program._replication import (
     contents,
     union,
 )
-from distribute_jax.program._walk import Marks
+from distribute_jax.program._walk import LINEAR, Marks
 
 _CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 SHAPES = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
 _OF_NUMBERS = SHAPES | {"div", "mul"}
-KEEPS = SHAPES | {
-    "add", "add_any", "concatenate", "copy", "neg", "optimization_barrier",
-    "reduce_sum", "select_n", "stop_gradient", "sub", "transpose",
-}  # fmt: skip
-"""Operations after which a part of a mean is still a part."""
-
 OVER_ROWS = frozenset({"argmax", "argmin", "reduce_max", "reduce_min", "reduce_prod"})
 
 
@@ -206,13 +200,13 @@ class _PartWalk(NoticeWalk):
             )
         if factor is not None and factor < 2:  # as by a learning rate
             return words_of(mark, _SummedGradient, MeanOfGradients)
-        keeps = name in KEEPS or eqn.params.get("y") == 1  # a first power, in moments of optax
+        keeps = name in LINEAR or eqn.params.get("y") == 1  # a first power, in moments of optax
         return words_of(mark, Part, _SummedPart, MeanOfParts) if keeps else MIRRORED
 
     def _mark_of_parts(self, name: str, eqn: Any, marks: list[Mark]) -> Mark:
         parts, gradients = words_of(union(marks), Part), words_of(union(marks), _Gradient)
         factor = _factor(name, eqn, marks)
-        if name in KEEPS or factor is not None:
+        if name in LINEAR or factor is not None:
             # Times the replicas or the batch it is complete; times 0.1 it is a term of a sum of losses.
             return parts | gradients if factor is None or factor < 2 else MIRRORED
         return gradients | {ScaledPart(part) for part in parts}

@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from distribute_jax.program._jaxprs import ClosedJaxpr, line, name, user_line
+from distribute_jax.program._walk import COMPARISONS
 
 
 class UndecidedError(Exception):
@@ -207,19 +208,19 @@ _COMPUTE: dict[str, Callable[..., Any]] = {
     "sqrt": np.sqrt, "square": np.square, "tanh": np.tanh, "sin": np.sin, "cos": np.cos,
     "logistic": lambda x: 1 / (1 + np.exp(-x)), "is_finite": np.isfinite,
     "rsqrt": lambda x: 1 / np.sqrt(x), "copy": lambda x: x,
-    "stop_gradient": lambda x: x, "reduce_precision": lambda x: None if x else x,  # only 0 surely stays
+    "reduce_precision": lambda x: None if x else x,  # only 0 surely stays
     "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide,
     "max": np.maximum, "min": np.minimum, "eq": np.equal, "ne": np.not_equal, "lt": np.less,
     "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "and": np.bitwise_and,
     "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.bitwise_not, "real": lambda x: x,
 }  # fmt: skip
 
-BOOLEAN = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite", "not", "and", "or", "xor"})
+BOOLEAN = COMPARISONS | {"is_finite", "not", "and", "or", "xor"}
 """Their results are never NaN."""
 
 _TOTAL = frozenset({
     "add", "add_any", "sub", "mul", "neg", "abs", "sign", "floor", "ceil", "round", "max", "min",
-    "tanh", "sin", "cos", "logistic", "erf", "square", "copy", "stop_gradient",
+    "tanh", "sin", "cos", "logistic", "erf", "square",
     "convert_element_type", "clamp", "atan2", "erfc", "atan", "asinh",
 })  # fmt: skip
 """They are finite for finite operands."""

@@ -222,14 +222,9 @@ def scan(walk: PaddingWalk, pair: Pair, marks: Marks) -> Marks | None:
     return _walk.scan(walk, pair, marks) if same else None
 
 
-_IDENTITIES = (
-    *("optimization_barrier", "mirrored", "unreduced", "device_put", "name", "reshard"),
-    *("part_gradient", "part_of_mean", "sharding_constraint"),
-)
-
 STRUCTURE: dict[str, Rule] = {
     **_walk.STRUCTURE,
-    **dict.fromkeys(_IDENTITIES, lambda walk, pair, marks: marks),
+    **dict.fromkeys(_walk.IDENTITIES, lambda walk, pair, marks: marks),
     "scan": scan,
 }
 """The rules of identities, calls and control flow, by name."""

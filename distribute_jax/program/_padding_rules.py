@@ -293,12 +293,12 @@ def psum(pair: Pair, marks: list[Mark]) -> list[Mark]:
 ELEMENTWISE = (
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
     "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type",
-    "copy", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
+    "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
     "expm1", "floor", "ge", "gt", "igamma", "igammac", "imag", "integer_pow", "is_finite", "le",
     "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
     "or", "polygamma", "population_count", "pow", "random_fold_in", "real", "reduce_precision",
     "regularized_incomplete_beta", "rem", "round", "rsqrt", "shift_left", "shift_right_arithmetic",
-    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan",
     "tanh", "xor", "zeta", "threefry2x32", "random_seed", "random_wrap", "random_unwrap",
     "bitcast_convert_type", "mulhi", "log2", "one_minus_square", "polynomial",
 )  # fmt: skip
@@ -375,8 +375,8 @@ def _pad_if_empty(pair: Pair, pads: Sequence[Pad], out: Mark) -> Pad:
 
 
 CARRIES = frozenset({
-    "add", "add_any", "sub", "mul", "div", "neg", "copy", "sqrt", "exp", "log", "log1p",
+    "add", "add_any", "sub", "mul", "div", "neg", "sqrt", "exp", "log", "log1p",
     "expm1", "square", "integer_pow", "rsqrt", "reshape", "broadcast_in_dim", "transpose", "squeeze",
-    "reduce_sum", "dot_general", "psum", "psum_invariant", "concatenate", "stop_gradient",
+    "reduce_sum", "dot_general", "psum", "psum_invariant", "concatenate",
 })  # fmt: skip
 """Operations whose result certainly depends on what leaks into one operand, except for particular numbers."""

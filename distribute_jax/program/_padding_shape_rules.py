@@ -28,8 +28,6 @@ from distribute_jax.program._padding_marks import (
     operand_pad,
 )
 
-_IDENTITIES = ("convert_element_type", "copy", "stop_gradient")
-
 
 def in_place(
     pair: Pair,
@@ -63,7 +61,8 @@ def elementwise(pair: Pair, marks: list[Mark]) -> Mark:
     const = None if any(c is None for c in consts) else evaluate(pair.name, consts, pair)
     if pair.name in ("lt", "ge") and first.index is not None and consts[1] == 0:
         const = pair.name == "ge"
-    index, column = (first.index, first.column) if pair.name in _IDENTITIES else (None, None)
+    is_cast = pair.name == "convert_element_type"
+    index, column = (first.index, first.column) if is_cast else (None, None)
     if const is not None:
         return Mark(_constant_rows(pair, const), const, index, column)
     pad = functools.partial(elementwise_pad, pair.name, pair=pair)

@@ -38,7 +38,7 @@ from distribute_jax.program._jaxprs import (
     name,
     open_jaxpr,
 )
-from distribute_jax.program._walk import STRUCTURE, Marks, Rule, Walk
+from distribute_jax.program._walk import LINEAR, STRUCTURE, Marks, Rule, Walk
 
 DEADLOCK = """\
 {collective} over "{axis}" may hang: not every replica is sure to reach it.
@@ -443,14 +443,6 @@ class ReplicationWalk(Walk):
             raise DeadlockError(message + _LINE_SEARCH if is_search else message)
 
 
-_KEEPS_ZEROS = frozenset({
-    "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy",
-    "mirrored", "neg", "optimization_barrier", "part_gradient", "part_of_mean", "reduce_sum",
-    "reshape", "squeeze", "stop_gradient", "sub", "transpose", "unreduced",
-})  # fmt: skip
-"""Operations that return zeros for zeros."""
-
-
 class _ZeroWalk(Walk):
     """Interprets with marks that are True for values that may not be zero."""
 
@@ -481,4 +473,4 @@ class _ZeroWalk(Walk):
             return self.by_rule(STRUCTURE[kind], eqn, marks) or [True] * count
         if kind in ("mul", "div"):
             return [marks[0] and (kind == "div" or marks[1])]
-        return [any(marks) or kind not in _KEEPS_ZEROS] * count
+        return [any(marks) or kind not in LINEAR] * count

@@ -37,7 +37,7 @@ from distribute_jax.program._options import RunOptions
 from distribute_jax.program._placement import Replicas
 from distribute_jax.program._program import build
 from distribute_jax.program._trace import PRINTS, Call, StandIn, Traced, trace
-from distribute_jax.program._walk import STRUCTURE, Marks, Walk
+from distribute_jax.program._walk import COMPARISONS, STRUCTURE, Marks, Walk
 
 
 def with_fixed(
@@ -178,7 +178,6 @@ def draws(jaxpr: Any) -> bool:
 _DATA, _DRAWN, _BATCH, _REPLICA = 1, 2, 4, 8
 """The bits of a mark: what a value is computed from. Constants have none."""
 
-_COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 _ORDERS = frozenset({"approx_top_k", "sort", "top_k"})
 _READS = frozenset({"dynamic_slice", "gather"})
 
@@ -222,7 +221,7 @@ class _DrawWalk(Walk):
         selects = name in _READS and marks[0] & _BATCH and reduce(or_, marks[1:], 0) & _DRAWN
         self.only_bits &= not (draws or selects or (name in _ORDERS and mark & _DRAWN))
         self.only_masks &= not draws
-        if mark and name in _COMPARISONS:
+        if mark and name in COMPARISONS:
             return [_DATA | mark & (_BATCH | _REPLICA)] * len(eqn.outvars)
         return [self._met(mark)] * len(eqn.outvars)
 

@@ -20,6 +20,20 @@ from distribute_jax.program._jaxprs import (
     open_jaxpr,
 )
 
+IDENTITIES = frozenset({
+    "copy", "device_put", "mirrored", "name", "optimization_barrier", "part_gradient", "part_of_mean",
+    "reshard", "sharding_constraint", "stop_gradient", "unreduced",
+})  # fmt: skip
+"""Primitives that return their operands."""
+
+LINEAR = IDENTITIES | {
+    "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "neg", "reduce_sum",
+    "reshape", "select_n", "squeeze", "sub", "transpose",
+}  # fmt: skip
+"""Primitives that return zeros for zeros, and half of their results for half of all operands."""
+
+COMPARISONS = frozenset({"eq", "ge", "gt", "le", "lt", "ne"})
+
 Marks = list[Any]
 Marked = tuple[Any, Marks, Marks]
 """An equation, with the marks of its operands and of its results."""
