@@ -253,16 +253,11 @@ _MODEL_SHAPED = f"""\
 The step returns {{what}}, which has the structure and shapes of {{argument}}, an argument that came in \
 equal on every replica, but it would come back as {{replicas}} different ones:
 {{lines}}
-Combine the gradients first, with one of
-{_PAIRS} Statistics, such as Linen's batch_stats, take all_reduce("mean", batch_stats). If different \
-values are what you want, use RunOptions(check_sync=False)."""
-
-
-_CACHE_SHAPED = f"""\
-{_MODEL_SHAPED.partition("Combine")[0]}\
-If these are rows of this replica's examples, as in a cache for decoding, give each replica its array from \
-the start: cache = strategy.experimental_distribute_values_from_function(lambda context: cache). If they are \
-weights, combine the gradients before the update, by all_reduce."""
+If these are weights, combine the gradients before the update, with one of
+{_PAIRS} Statistics, such as Linen's batch_stats, take all_reduce("mean", batch_stats). Rows of this \
+replica's examples, as in a cache for decoding, start as an array of each replica: \
+strategy.experimental_distribute_values_from_function(lambda context: cache). If different values are what \
+you want, use RunOptions(check_sync=False)."""
 
 
 def _sources(mark: Mark) -> str:
@@ -304,16 +299,14 @@ def model_shaped(call: Call, traced: Traced) -> Iterator[ModelShaped]:
 def _check_model_shaped(call: Call, traced: Traced, marks: Sequence[Mark]) -> None:
     """Raises OutOfSyncError for a per-replica result that is the new value of a mirrored argument."""
     for argument, what, results, leaves in model_shaped(call, traced):
-        bad = {
-            f"{traced.results.names[k]} depends on {_sources(marks[k])}": leaf.shape[:1]
+        lines = [
+            f"{traced.results.names[k]} depends on {_sources(marks[k])}"
             for k, leaf in zip(results, leaves, strict=True)
             if marks[k] and not leaf.per_replica
-        }
-        if bad:
-            facts = {"replicas": _number(call), "lines": listed(list(bad))}
-            rows = {x.part_shape[:1] for x in call.arguments.data if isinstance(x, PerReplica)}
-            text = _CACHE_SHAPED if rows >= {*bad.values()} else _MODEL_SHAPED
-            raise OutOfSyncError(text.format(what=what, argument=argument, **facts))
+        ]
+        if lines:
+            facts = {"what": what, "argument": argument, "replicas": _number(call)}
+            raise OutOfSyncError(_MODEL_SHAPED.format(**facts, lines=listed(lines)))
 
 
 class Leaf(NamedTuple):
