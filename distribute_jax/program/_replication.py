@@ -347,9 +347,6 @@ class ReplicationWalk(Walk):
     def constant(self, value: Any) -> Mark:
         return MIRRORED
 
-    def joined(self, eqn: Any, one: Mark, other: Mark) -> Mark:
-        return union([one, other])
-
     def decided(self, eqn: Any, by: Mark, outs: Marks) -> Marks:
         return [union([by, out]) for out in outs]
 
@@ -458,9 +455,6 @@ class _ZeroWalk(Walk):
 
     def constant(self, value: Any) -> bool:
         return isinstance(value, jax.Array) or bool(np.any(value))
-
-    def joined(self, eqn: Any, one: bool, other: bool) -> bool:
-        return one or other
 
     def decided(self, eqn: Any, by: bool, outs: Marks) -> Marks:
         return outs

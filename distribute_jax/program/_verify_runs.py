@@ -198,9 +198,6 @@ class _DrawWalk(Walk):
     def constant(self, value: Any) -> int:
         return 0
 
-    def joined(self, eqn: Any, one: int, other: int) -> int:
-        return one | other
-
     def decided(self, eqn: Any, by: int, outs: Marks) -> Marks:
         return [self._met(out | by) for out in outs]
 

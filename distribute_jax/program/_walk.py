@@ -50,9 +50,9 @@ class Walk(ABC):
     def apply(self, eqn: Any, marks: Marks) -> Marks:
         """Returns the marks of the results of an equation."""
 
-    @abstractmethod
     def joined(self, eqn: Any, one: Any, other: Any) -> Any:
         """Returns the mark of a result of a branch or loop that is one of two values."""
+        return one | other
 
     @abstractmethod
     def decided(self, eqn: Any, by: Any, outs: Marks) -> Marks:
