@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ import numpy as np
 from distribute_jax._mesh import local_copy_of_replicated, outside_mesh
 from distribute_jax._messages import is_key
 from distribute_jax.processes import doing
-from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._jaxprs import equations
 
 Array = np.ndarray[Any, Any]
@@ -208,18 +207,10 @@ _NOISE_FACTOR = 8
 
 
 NUDGES = (1, -1, 2, -2, 3, -3, 4, -4)
-"""By how many units in the last place the inputs are changed, one after the other."""
+"""By how many units in the last place the inputs are changed, one after the other.
 
-
-def nudged_outcomes(entry: BoundProgram, flat: Sequence[Any]) -> Iterator[list[Any]]:
-    """Runs a program on inputs that are changed in the last digits, up and down.
-
-    The last digit is that of the program's least precise dtype. New state is corrected by the change of the
-    old state, since only what the step adds to it matters.
-    """
-    spacing = coarsest(entry.program.traced.jaxpr.jaxpr)
-    old = range(entry.state_size)
-    return (nudged_outcome(entry.execute, flat, times * spacing, old) for times in NUDGES)
+The last place is that of the program's least precise dtype, as ``coarsest`` returns it.
+"""
 
 
 def nudged_outcome(
@@ -230,7 +221,8 @@ def nudged_outcome(
 ) -> list[Any]:
     """Runs a program on inputs that are changed by a relative ``change``.
 
-    ``old`` has the position of the old value of each of the first outputs, None if it has none.
+    ``old`` has the position of the old value of each of the first outputs, None if it has none. New values
+    are corrected by the change of the old ones, since only what the step adds to them matters.
     """
     with outside_mesh():
         inputs = [_nudged(x, change) for x in flat]

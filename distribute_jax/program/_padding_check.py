@@ -23,15 +23,17 @@ from distribute_jax._values import PerReplica
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._compare import (
+    NUDGES,
     OTHER_ORDER,
     Verdict,
+    coarsest,
     compared,
     copied,
     exactly_equal,
     finite,
     largest,
     noise_of,
-    nudged_outcomes,
+    nudged_outcome,
     on_host,
     real_rows,
 )
@@ -281,8 +283,9 @@ def _refuse_differing(
         again = numbers(entry.execute(copied(flat)))
         differing = [k for k in differing if exactly_equal(one[k], again[k])]
     near: list[list[Any]] = []
-    for outcome in nudged_outcomes(entry, flat) if differing and nudged else ():
-        near.append(numbers(outcome))
+    spacing, old = coarsest(entry.program.traced.jaxpr.jaxpr), range(entry.state_size)
+    for times in NUDGES if differing and nudged else ():
+        near.append(numbers(nudged_outcome(entry.execute, flat, times * spacing, old)))
         if not (differing := [k for k in differing if differ(k, near)]):
             break
     if differing:
