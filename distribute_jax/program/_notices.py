@@ -199,14 +199,14 @@ def notices_of(
     if options.check_sync:
         notices += _parts_in_state(call, traced, parts, combine)
     # Batch norm divides by the statistics of a share by design, and averages them.
-    normalizes = bool(new_state) or not {Combine.MEAN, Combine.FIRST}.isdisjoint(combine)
-    means = _means_of_shares(call, traced, normalizes)
+    has_averages = not {Combine.MEAN, Combine.FIRST}.isdisjoint(combine)
+    means = _means_of_shares(call, traced, bool(new_state) or has_averages)
     marks = [mean | part for mean, part in zip(means, parts.outputs, strict=True)]
     results = list(zip(traced.results.names, marks[len(combine) :], strict=True))
     if not results_are_parts.get():  # ``fit`` compares results itself
         others = [result for k, result in enumerate(results) if k not in new_state]
         notices += _about_means(_OF_RESULTS, call, others)
-    if not _may_be_compared(call, traced, combine):
+    if has_averages or not may_be_compared(call, traced, traced.jaxpr):
         state = [name for _, name, *_ in state_outputs(call, traced)]
         updated = [*zip(state, marks, strict=False), *(results[k] for k in sorted(new_state))]
         notices += _about_means(_OF_STATE, call, updated)
@@ -235,15 +235,16 @@ def _about_means(
             yield Notice(texts[type(word)], ({**facts, "name": name, "at": word},), word)
 
 
-def _may_be_compared(call: Call, traced: Traced, combine: Sequence[Combine]) -> bool:
-    """False for a step that ``verify="auto"`` may leave out: it is large, draws or keeps statistics."""
-    names = {eqn.primitive.name for eqn in equations(traced.jaxpr.jaxpr)} - PRINTS
-    if any(part in name for name in names for part in (*RANDOM, *SIDE_EFFECTS)):
-        return False
+def may_be_compared(call: Call, traced: Traced, jaxpr: Any) -> bool:
+    """False for a step that ``verify="auto"`` leaves out.
+
+    It is large, gets a value for each replica, or its ``jaxpr`` draws random numbers or has side effects.
+    """
+    names = {eqn.primitive.name for eqn in equations(jaxpr)} - PRINTS
+    has_others = any(part in name for name in names for part in (*RANDOM, *SIDE_EFFECTS))
     batches = [v for v in call.arguments.data if isinstance(v, PerReplica)]
-    if any(v.layout is Layout.STACKED for v in batches):
-        return False
-    return is_comparable_size(call, traced) and {Combine.MEAN, Combine.FIRST}.isdisjoint(combine)
+    is_stacked = any(v.layout is Layout.STACKED for v in batches)
+    return not has_others and not is_stacked and is_comparable_size(call, traced)
 
 
 def _share(mark: Mark) -> Share:

@@ -15,7 +15,7 @@ from distribute_jax._errors import OutOfSyncError
 from distribute_jax._jax_private import read_raw, write_raw
 from distribute_jax._mesh import DATA
 from distribute_jax._messages import listed
-from distribute_jax._values import Layout, PerReplica
+from distribute_jax._values import PerReplica
 from distribute_jax.collectives._check_in_sync import out_of_sync
 from distribute_jax.collectives._markers import mirrored_p
 from distribute_jax.program._aggregation import Combine, keeps_own_values
@@ -29,10 +29,11 @@ from distribute_jax.program._jaxprs import (
     needed_only,
 )
 from distribute_jax.program._lowerings import returned_arguments
+from distribute_jax.program._notices import may_be_compared
 from distribute_jax.program._program import Program
 from distribute_jax.program._skipped_steps import StepCounts
-from distribute_jax.program._trace import SIDE_EFFECTS, Call, Traced, is_comparable_size
-from distribute_jax.program._verify_runs import draws, with_fixed_draws
+from distribute_jax.program._trace import Call, Traced
+from distribute_jax.program._verify_runs import with_fixed_draws
 from distribute_jax.variables import Variable, VariableAggregation, aggregated, on_replicas
 
 
@@ -47,18 +48,11 @@ def compared_outputs(call: Call, entry: BoundProgram) -> list[int]:
     returned = [k for k in next_values(call, program) if k not in state]
     kinds = nnx.Param, nnx.OptState
     trained = any(isinstance(v, kinds) or _is_optimizer_state(v) for v in entry.outputs)
-    batches = [v for v in call.arguments.data if isinstance(v, PerReplica)]
-    jaxpr = with_fixed_draws(call, program.traced).jaxpr
-    if (
-        not (trained or returned or _reads_batch(call, program.traced, state))
-        or not is_comparable_size(call, program.traced)
-        or any(v.layout is Layout.STACKED for v in batches)
-        or has_effects(jaxpr)
-        or _has_side_effects(jaxpr)
-        or draws(jaxpr.jaxpr)
-    ):
+    if not (trained or returned or _reads_batch(call, program.traced, state)):
         return []
-    return [*state, *returned]
+    jaxpr = with_fixed_draws(call, program.traced).jaxpr
+    comparable = not has_effects(jaxpr) and may_be_compared(call, program.traced, jaxpr)
+    return [*state, *returned] if comparable else []
 
 
 def keeps_statistics(entry: BoundProgram) -> bool:
@@ -123,11 +117,6 @@ def _equals_one_device(rule: Combine, variable: nnx.Variable[Any]) -> bool:
         return variable.aggregation is VariableAggregation.NONE and rule is Combine.MIRRORED
     counts = isinstance(variable, (nnx.metrics.MetricState, StepCounts))
     return not counts and rule is Combine.MIRRORED
-
-
-def _has_side_effects(closed: Any) -> bool:
-    names = {eqn.primitive.name for eqn in equations(closed.jaxpr)}
-    return any(part in name for name in names for part in SIDE_EFFECTS)
 
 
 def derived(call: Call, many: Traced, one: Traced, equal: Sequence[int]) -> list[int]:
