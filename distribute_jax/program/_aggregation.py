@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend.core as jex_core
@@ -233,6 +233,11 @@ class Relation(enum.Enum):
     PLUS = "it plus something that does not depend on it"
     OTHER = "depends on it in another way"
 
+    @property
+    def is_plus(self) -> bool:
+        """True if the value is the old one plus something, or plus nothing."""
+        return self in (Relation.SAME, Relation.PLUS)
+
 
 _NONE, _SAME, _PLUS, _OTHER = Relation
 
@@ -243,37 +248,23 @@ _RESHAPES = frozenset({"broadcast_in_dim", "reshape", "squeeze"})
 """They keep every number in its place if they only add or drop dims of size 1."""
 
 
-class _Dtypes(NamedTuple):
-    """The dtypes of a variable before and after the step."""
-
-    old: Any
-    new: Any
-
-    def allow_cast(self, before: Any, after: Any) -> bool:
-        """True if "old plus something" is still that after a cast, except for the rounding of a sum.
-
-        The increment is found by subtracting the old value, cast to the new dtype. So no cast on the
-        way may lose more of the old value than that one does.
-        """
-        if jnp.issubdtype(before, jnp.inexact) and not jnp.issubdtype(after, jnp.inexact):
-            return False  # Each replica's term would be rounded to an integer by itself.
-        if jnp.issubdtype(after, jnp.bool_):
-            return bool(before == after)
-        return bool(after == self.new or np.can_cast(self.old, after))
-
-
 def relation(jaxpr: jex_core.Jaxpr, output: int, old: int, beside: Sequence[int] = ()) -> Relation:
     """Returns how an output depends on the input ``old``, which holds its old value.
 
     ``beside`` are the inputs with other parts of the same variable, which must not contribute.
     """
-    result = _relation(jaxpr, output, old, beside)
-    return _PLUS if result is _SAME else result
+    start = [_OTHER if i in beside else _NONE for i in range(len(jaxpr.invars))]
+    start[old] = _SAME
+    before: Any = jaxpr.invars[old].aval
+    after: Any = jaxpr.outvars[output].aval
+    closed = ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars))
+    result: Relation = _RelationWalk(before.dtype, after.dtype).run(closed, start)[output]
+    return _OTHER if result is _PLUS and before.shape != after.shape else result
 
 
 def is_unchanged(jaxpr: jex_core.Jaxpr, output: int, old: int) -> bool:
     """True if an output is an input, or the replica's key of it, on every path; False if unsure."""
-    return _relation(jaxpr, output, old) is _SAME
+    return relation(jaxpr, output, old) is _SAME
 
 
 def is_sum_of_old(jaxpr: jex_core.Jaxpr, output: int, old: int) -> bool:
@@ -282,24 +273,15 @@ def is_sum_of_old(jaxpr: jex_core.Jaxpr, output: int, old: int) -> bool:
     eqn = next((eqn for eqn in jaxpr.eqns if any(out is var for out in eqn.outvars)), None)
     if eqn is None or eqn.primitive.name != "psum":
         return False
-    return relation(jaxpr.replace(outvars=[eqn.invars[eqn.outvars.index(var)]]), 0, old) is _PLUS
-
-
-def _relation(jaxpr: Any, output: int, old: int, beside: Sequence[int] = ()) -> Relation:
-    start = [_OTHER if i in beside else _NONE for i in range(len(jaxpr.invars))]
-    start[old] = _SAME
-    before, after = jaxpr.invars[old].aval, jaxpr.outvars[output].aval
-    closed = ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars))
-    result = _RelationWalk(_Dtypes(before.dtype, after.dtype)).run(closed, start)[output]
-    return _OTHER if result is _PLUS and before.shape != after.shape else result
+    return relation(jaxpr.replace(outvars=[eqn.invars[eqn.outvars.index(var)]]), 0, old).is_plus
 
 
 class _RelationWalk(Walk):
-    """Follows the old value of a variable."""
+    """Follows the old value of a variable, whose dtypes before and after the step are ``old`` and ``new``."""
 
-    def __init__(self, dtypes: _Dtypes) -> None:
+    def __init__(self, old: Any, new: Any) -> None:
         super().__init__()
-        self.dtypes = dtypes
+        self.old, self.new = old, new
 
     def constant(self, value: Any) -> Relation:
         return _NONE
@@ -325,22 +307,35 @@ class _RelationWalk(Walk):
             return marks
         if rule := _STRUCTURE.get(name):
             return self.by_rule(rule, eqn, marks) or [_OTHER] * count
-        return [_PLUS if _is_plus(eqn, marks, self.dtypes) else _OTHER] * count
+        return [_PLUS if self._is_plus(eqn, marks) else _OTHER] * count
 
+    def _is_plus(self, eqn: Any, operands: list[Relation]) -> bool:
+        name = eqn.primitive.name
+        plus = [r.is_plus for r in operands]
+        none = [r is _NONE for r in operands]
+        if name == "convert_element_type":
+            return plus[0] and self._allows_cast(
+                eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+            )
+        if name in _RESHAPES:
+            return plus == [True] and _keeps_places(eqn)
+        if name in ("add", "add_any"):
+            return any(plus) and any(none)
+        if name in ("sub", "scatter-add"):
+            return plus[0] and all(none[1:])
+        return name == "select_n" and none[0] and all(plus[1:])
 
-def _is_plus(eqn: Any, operands: list[Relation], dtypes: _Dtypes) -> bool:
-    name = eqn.primitive.name
-    plus = [r in (_SAME, _PLUS) for r in operands]
-    none = [r is _NONE for r in operands]
-    if name == "convert_element_type":
-        return plus[0] and dtypes.allow_cast(eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype)
-    if name in _RESHAPES:
-        return plus == [True] and _keeps_places(eqn)
-    if name in ("add", "add_any"):
-        return any(plus) and any(none)
-    if name in ("sub", "scatter-add"):
-        return plus[0] and all(none[1:])
-    return name == "select_n" and none[0] and all(plus[1:])
+    def _allows_cast(self, before: Any, after: Any) -> bool:
+        """True if "old plus something" is still that after a cast, except for the rounding of a sum.
+
+        The increment is found by subtracting the old value, cast to the new dtype. So no cast on the
+        way may lose more of the old value than that one does.
+        """
+        if jnp.issubdtype(before, jnp.inexact) and not jnp.issubdtype(after, jnp.inexact):
+            return False  # Each replica's term would be rounded to an integer by itself.
+        if jnp.issubdtype(after, jnp.bool_):
+            return bool(before == after)
+        return bool(after == self.new or np.can_cast(self.old, after))
 
 
 def _keeps_places(eqn: Any) -> bool:

@@ -179,7 +179,7 @@ def _simplified(
     rule: Combine, to_old: Relation, mark: Mark, dtype: Any, options: RunOptions
 ) -> Combine:
     """Returns the rule for a new value that has a relation to the old one, and may be mirrored."""
-    if rule is Combine.INCREMENTS and to_old is not Relation.PLUS:
+    if rule is Combine.INCREMENTS and not to_old.is_plus:
         # A dtype that cannot be summed is refused later, with a better message.
         return rule if dtype_error(rule, dtype) else Combine.MIRRORED
     if rule in (Combine.MEAN, Combine.FIRST) and not mark:
