@@ -225,11 +225,8 @@ _TOTAL = frozenset({
 })  # fmt: skip
 """They are finite for finite operands."""
 
-_NEUTRAL: dict[str, tuple[float, bool]] = {
-    "add": (0, True), "add_any": (0, True), "sub": (0, False), "mul": (1, True), "div": (1, False),
-    "max": (-math.inf, True), "min": (math.inf, True),
-}  # fmt: skip
-"""The neutral operand, and whether it may be the first one."""
+_NEUTRAL = {"div": 1, "max": -math.inf, "min": math.inf}
+"""The number that does not change the other operand, which finite operands alone would not tell."""
 
 
 def evaluate(name: str, numbers: Sequence[Any], pair: Pair | None = None) -> Any:
@@ -264,11 +261,9 @@ def elementwise_pad(name: str, pads: Sequence[Pad], pair: Pair | None = None) ->
     number = _absorbed(name, pads) if number is None else number
     if number is not None or all(pad.is_pure for pad in pads):
         return computed_pad(pads, number)
-    if name in _NEUTRAL and len(pads) == 2:
-        neutral, first = _NEUTRAL[name]
-        for k in (0, 1) if first else (0,):
-            if numbers[1 - k] == neutral:  # which real rows need not have
-                return pads[k]._replace(is_pure=False)
+    for k in (0,) if name == "div" else (0, 1):
+        if name in _NEUTRAL and numbers[1 - k] == _NEUTRAL[name]:  # which real rows need not have
+            return pads[k]._replace(is_pure=False)
     total = name in _TOTAL or (name == "integer_pow" and pair and pair.params["y"] >= 0)
     return Pad(is_finite=name in BOOLEAN or bool(total and all(pad.is_finite for pad in pads)))
 
