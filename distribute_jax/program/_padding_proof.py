@@ -149,9 +149,11 @@ def _computed(walk: PaddingWalk, pair: Pair, marks: Marks) -> Marks | None:
     rule = RULES.get(pair.name)
     if leaks:
         stays = rule is not None and _carries(pair, marks)
+        # Two leaks may cancel, as in x.sum() - x.sum().
         leak = Leak(leaks[0].where, leaks[0].certain and len(leaks) == 1 and stays)
         return [Mark(leak=leak, row_count_at=row_count_at)] * count
     varies = any(map(pair.varying, range(count)))
+    # Clean operands give a clean result; only a number that they determine is of interest.
     if all(mark.is_clean for mark in marks) and not varies and pair.name != "select_n":
         changed = pair.changed_params()
         row_count_at = row_count_at or (pair.where if changed else "")
@@ -238,7 +240,8 @@ def padding_leaks(call: Call, entry: BoundProgram, larger: Traced | str) -> list
     if isinstance(larger, str):
         return [("", Leak(f"it could not be traced with more rows ({larger})", False))]
     traced = entry.program.traced
-    if _writes(traced) != _writes(larger):
+    writes = [(t.written, t.written_sizes, t.sizes) for t in (traced, larger)]
+    if writes[0] != writes[1]:
         return [("", Leak("with more rows it writes other variables", False))]
     variables, arrays, _, counts = traced.sizes
     joined = (isinstance(v, PerReplica) and v.layout is Layout.JOINED for v in call.arguments.data)
@@ -251,10 +254,6 @@ def padding_leaks(call: Call, entry: BoundProgram, larger: Traced | str) -> list
     names = entry.output_names()
     leaks = ((names[k], _leak_of(call, entry, k, mark)) for k, mark in enumerate(marks))
     return [(name, leak) for name, leak in leaks if leak is not None]
-
-
-def _writes(traced: Traced) -> Any:
-    return traced.written, traced.written_sizes, traced.sizes
 
 
 def _leak_of(call: Call, entry: BoundProgram, output: int, mark: Mark) -> Leak | None:

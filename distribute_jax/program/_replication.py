@@ -142,11 +142,6 @@ def axis_names(eqn: Any) -> tuple[str | int, ...]:
     return names
 
 
-def _is_one_group(groups: Any, axis_size: int) -> bool:
-    """True if one group has all replicas."""
-    return groups is None or [sorted(g) for g in groups] == [list(range(axis_size))]
-
-
 def reduction(walk: Any, eqn: Any, marks: Marks) -> Marks | None:
     """All replicas get the same result, unless they are divided into groups."""
     names = axis_names(eqn)
@@ -154,8 +149,8 @@ def reduction(walk: Any, eqn: Any, marks: Marks) -> Marks | None:
         return None
     if DATA not in names:
         return mixed(eqn, marks)
-    groups = eqn.params.get("axis_index_groups")
-    if groups is not None and (len(names) > 1 or not _is_one_group(groups, walk.axis_size)):
+    groups, all_replicas = eqn.params.get("axis_index_groups"), list(range(walk.axis_size))
+    if groups is not None and (len(names) > 1 or list(map(sorted, groups)) != [all_replicas]):
         return exchange(walk, eqn, marks)
     walk.meet(eqn)
     return [MIRRORED] * len(eqn.outvars)

@@ -201,7 +201,7 @@ _SCATTERS = ("add", "sub", "mul", "min", "max")
 
 _RULES: dict[str, Callable[[Any, list[Any]], Sequence[Any]]] = {
     **dict.fromkeys((*CALLS, "scan", "while", "cond"), _with_bodies),
-    **{f"scatter{sign}{name}": _scatter for name in _SCATTERS for sign in "-_"},
+    **{f"scatter-{name}": _scatter for name in _SCATTERS},
     # Bitwise operations and callbacks get the original dtype.
     **dict.fromkeys(("bitcast_convert_type", "pure_callback", "io_callback", "ffi_call"), _narrow),
     "cross_device_sum": _narrow,
