@@ -463,16 +463,11 @@ def _of_chief(job: Job, differing: _Differing) -> _Differing:
 
 def _old_inputs(call: Call, entry: BoundProgram) -> list[int | None]:
     """Returns for each output the position of the input with its old value; None if it has none."""
-    traced = entry.program.traced
-    old: list[int | None] = []
-    for index, size in zip(traced.written, traced.written_sizes, strict=True):
-        start, end = traced.input_starts[index : index + 2]
-        old += list(range(start, end)) if end - start == size else [None] * size
-    first, of_result = sum(traced.written_sizes), next_values(call, entry.program)
-    old += [of_result.get(first + k) for k in range(len(traced.results.names))]
+    program = entry.program
+    old = {**dict(enumerate(program.traced.old_inputs)), **next_values(call, program)}
     # The program takes only the inputs that it reads, in another order.
-    position = {i: at for at, i in enumerate(entry.program.order)}
-    return [None if i is None else position.get(i) for i in old]
+    position = {i: at for at, i in enumerate(program.order)}
+    return [position.get(old.get(k, -1)) for k in range(len(entry.output_names()))]
 
 
 def _old_on_host(old: Any, new: Any) -> Array:
