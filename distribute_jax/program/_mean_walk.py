@@ -1,4 +1,11 @@
-"""The marks of sums and means over one replica's examples, and of what is computed from them."""
+"""The marks of sums and means over one replica's examples, and of what is computed from them.
+
+Rows of the batch that are added up are a ``_Total``; divided by their number it is a ``ShareMean``, of which
+the replicas' sum, ``SumOfMeans``, is N times the mean over the batch. Another function of totals and means is
+a ``NonlinearShare``, and ``Combined`` once the replicas add it up; rows into which such values go are
+``MixedRows``. A gradient takes the mean the other way round: its cotangent, the same number for each row, is
+``_MeanWeights``, and the sum of rows that were multiplied by it is a ``ShareMean``.
+"""
 
 from __future__ import annotations
 

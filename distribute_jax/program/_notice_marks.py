@@ -1,4 +1,8 @@
-"""The marks of the proof for other questions: parts of means, and equal random numbers."""
+"""Walks like that of the proof of sync, for other questions: parts of means, and equal random numbers.
+
+What ``compute_average_loss`` returns is a ``Part``: the replicas' sum of it is the mean, and their mean is N
+times too small.
+"""
 
 from __future__ import annotations
 
@@ -164,21 +168,19 @@ class _PartWalk(NoticeWalk):
             return list(map(_summed, marks))
         if names_axis(eqn, DATA):
             return [MIRRORED] * len(eqn.outvars)
-        if any(isinstance(word, (_SummedPart, MeanOfParts)) for word in union(marks)):
-            if name not in RULES:
-                return [self._after_sum(name, eqn, marks)] * len(eqn.outvars)
-        elif not any(marks) and name not in RULES and name not in _OF_NUMBERS:
+        if name in RULES:
+            return super().after(eqn, marks)
+        if name in _OF_NUMBERS:
+            number, *others = map(number_of, eqn.invars, marks)
+            if number is not None and None not in others:
+                return [frozenset({Constant(number * (_factor(name, eqn, marks) or 1))})]
+        if not (mark := union(marks)):
             return [MIRRORED] * len(eqn.outvars)
         if name in _CALLBACKS:
-            parts = words_of(union(marks), Part) - words_of(union(marks), ScaledPart)
+            parts = words_of(mark, Part) - words_of(mark, ScaledPart)
             self.callbacks |= {(self.at(), part) for part in parts}
-        numbers = list(map(number_of, eqn.invars, marks)) if name in _OF_NUMBERS else [None]
-        if (number := numbers[0]) is not None and None not in numbers:
-            return [frozenset({Constant(number * (_factor(name, eqn, marks) or 1))})]
-        outs = super().after(eqn, marks)
-        if name in RULES:
-            return outs
-        mark = self._mark_of_parts(name, eqn, marks)
+        is_summed = words_of(mark, _SummedPart, MeanOfParts)
+        mark = (self._after_sum if is_summed else self._before_sum)(name, eqn, marks)
         floating = [jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in eqn.outvars]
         return [mark if is_float else MIRRORED for is_float in floating]
 
@@ -203,7 +205,8 @@ class _PartWalk(NoticeWalk):
         keeps = name in LINEAR or eqn.params.get("y") == 1  # a first power, in moments of optax
         return words_of(mark, Part, _SummedPart, MeanOfParts) if keeps else MIRRORED
 
-    def _mark_of_parts(self, name: str, eqn: Any, marks: list[Mark]) -> Mark:
+    def _before_sum(self, name: str, eqn: Any, marks: list[Mark]) -> Mark:
+        """Returns the mark of what is computed from parts."""
         parts, gradients = words_of(union(marks), Part), words_of(union(marks), _Gradient)
         factor = _factor(name, eqn, marks)
         if name in LINEAR or factor is not None:
