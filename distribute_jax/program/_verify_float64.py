@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,6 @@ from distribute_jax._mesh import on_host, put
 from distribute_jax._messages import is_key
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._jaxprs import (
-    CALLS,
     ClosedJaxpr,
     bodies,
     initial_values,
@@ -85,17 +83,11 @@ def _evaluating(inexact_terms: bool, jaxpr: ClosedJaxpr) -> Callable[..., list[A
     def evaluate(*inputs: Any) -> list[Any]:
         numbers = [x for x in inputs if jnp.issubdtype(x.dtype, jnp.floating)]
         total = sum(jnp.sum(x.astype(jnp.float64)) for x in numbers if inexact_terms)
-        token = _seed.set(_ANGLE_SCALE * total if inexact_terms else None)
-        try:
-            return evaluated(jaxpr, inputs)
-        finally:
-            _seed.reset(token)
+        return evaluated(jaxpr, inputs, _ANGLE_SCALE * total if inexact_terms else None)
 
     return evaluate
 
 
-_seed: ContextVar[Any] = ContextVar("_seed", default=None)
-"""The seed of the random errors, in a step with inexact terms."""
 _ANGLE_SCALE = 1e16
 """Large enough that a change in the last digit of the sum of inputs makes another angle."""
 _SUMS = {"add", "add_any", "sub", "reduce_sum", "cumsum", "dot_general", "conv_general_dilated"}
@@ -105,10 +97,10 @@ _TERM_ERROR = 2.0**-44
 """More than the rounding error of a sum in float64, and far less than a difference that matters."""
 
 
-def _inexact(x: Any) -> Any:
+def _inexact(x: Any, seed: Any) -> Any:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
-    angles = _seed.get() + 12.9898 * jnp.arange(x.size, dtype=jnp.float64)
+    angles = seed + 12.9898 * jnp.arange(x.size, dtype=jnp.float64)
     return x * (1 + _TERM_ERROR * jnp.sin(angles).reshape(x.shape))
 
 
@@ -126,20 +118,22 @@ def _whole(x: Any) -> Any:
     return jnp.where(jnp.abs(x - near) <= _WHOLE_ERROR * jnp.maximum(jnp.abs(near), 1), near, x)
 
 
-def evaluated(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Evaluates a jaxpr with every floating number in float64."""
+def evaluated(jaxpr: Any, inputs: Sequence[Any], seed: Any = None) -> list[Any]:
+    """Evaluates a jaxpr with every floating number in float64; with a ``seed`` sums have inexact terms."""
     values = {v: _widened(x) for v, x in initial_values(jaxpr, inputs).items()}
 
     def read(var: Any) -> Any:
         return np.asarray(var.val, wide(var.aval.dtype)) if is_literal(var) else values[var]
 
+    run = functools.partial(evaluated, seed=seed)
     for eqn in open_jaxpr(jaxpr).eqns:
-        operands = list(map(read, eqn.invars))
-        if _seed.get() is not None and eqn.primitive.name in _SUMS:
-            operands = list(map(_inexact, operands))
-        if _seed.get() is not None and _jumps(eqn):
+        name, operands = eqn.primitive.name, list(map(read, eqn.invars))
+        if seed is not None and name in _SUMS:
+            operands = [_inexact(x, seed) for x in operands]
+        if seed is not None and _jumps(eqn):
             operands = list(map(_whole, operands))
-        outs = _RULES.get(eqn.primitive.name, _bound)(eqn, operands)
+        outs = None if name in _RULES else run_bodies(eqn, run, operands)
+        outs = _RULES.get(name, _bound)(eqn, operands) if outs is None else outs
         values.update(zip(eqn.outvars, map(_widened, outs), strict=True))
     return list(map(read, open_jaxpr(jaxpr).outvars))
 
@@ -192,19 +186,13 @@ def _scatter(eqn: Any, values: list[Any]) -> Sequence[Any]:
     return [scatter(*values, **{name: eqn.params[name] for name in names})]
 
 
-def _with_bodies(eqn: Any, values: list[Any]) -> Sequence[Any]:
-    outs = run_bodies(eqn, evaluated, values)
-    return _narrow(eqn, values) if outs is None else outs
-
-
 _SCATTERS = ("add", "sub", "mul", "min", "max")
 
 _RULES: dict[str, Callable[[Any, list[Any]], Sequence[Any]]] = {
-    **dict.fromkeys((*CALLS, "scan", "while", "cond"), _with_bodies),
     **{f"scatter-{name}": _scatter for name in _SCATTERS},
     # Bitwise operations and callbacks get the original dtype.
     **dict.fromkeys(("bitcast_convert_type", "pure_callback", "io_callback", "ffi_call"), _narrow),
     "cross_device_sum": _narrow,
     "reduce_precision": lambda eqn, values: values,
 }
-"""The rules of equations with bodies, and of those that depend on the dtype of their operands."""
+"""The rules of equations that depend on the dtype of their operands."""
