@@ -119,7 +119,7 @@ class _MeanWalk(NoticeWalk):
         is_number = np.ndim(value) == 0 and np.isrealobj(value) and not isinstance(value, jax.Array)
         return frozenset({Constant(float(value))}) if is_number else MIRRORED
 
-    def after(self, eqn: Any, marks: Marks) -> Marks:
+    def apply(self, eqn: Any, marks: Marks) -> Marks:
         if eqn.primitive in (part_gradient_p, unreduced_p):
             return marks
         if eqn.primitive.name == "scan":  # which takes the rows one by one
@@ -131,7 +131,7 @@ class _MeanWalk(NoticeWalk):
             marks = [*marks[:first], *taken]
         is_plain = is_sum(eqn) or names_axis(eqn, DATA) or eqn.primitive.name == "scatter-add"
         if eqn.primitive.name in RULES and not is_plain:
-            outs = super().after(eqn, marks)
+            outs = super().apply(eqn, marks)
             if eqn.primitive.name != "scan":
                 return outs
             _, kept = consts_and_carries(eqn)  # dim 0 of what is stacked is not that of the rows

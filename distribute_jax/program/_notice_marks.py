@@ -111,26 +111,14 @@ class Parts:
 
 
 class NoticeWalk(ReplicationWalk):
-    """Ignores collectives, for which the proof has passed, and knows the calls that it is in."""
-
-    def __init__(self, axis_size: int) -> None:
-        super().__init__(axis_size)
-        self._enclosing: list[Any] = []
+    """Ignores collectives, for which the proof has passed."""
 
     def apply(self, eqn: Any, marks: Marks) -> Marks:
-        self._enclosing.append(eqn)
-        try:
-            return self.after(eqn, marks)
-        finally:
-            self._enclosing.pop()
-
-    def after(self, eqn: Any, marks: Marks) -> Marks:
-        """Returns the marks after one equation."""
         return marks if eqn.primitive is part_of_mean_p else super().apply(eqn, marks)
 
     def at(self) -> str:
         """Returns the user's line, which is that of a call if JAX itself traced the function."""
-        known = (user_line(eqn) for eqn in reversed(self._enclosing))
+        known = (user_line(eqn) for eqn in reversed(self.enclosing))
         return next(filter(None, known), "an unknown line")
 
     def meet(self, eqn: Any) -> None:
@@ -160,7 +148,7 @@ class _PartWalk(NoticeWalk):
         super().__init__(axis_size)
         self.callbacks: set[tuple[str, str]] = set()
 
-    def after(self, eqn: Any, marks: Marks) -> Marks:
+    def apply(self, eqn: Any, marks: Marks) -> Marks:
         name = eqn.primitive.name
         if eqn.primitive in (part_of_mean_p, part_gradient_p):
             return [self._made(eqn, marks)]
@@ -169,7 +157,7 @@ class _PartWalk(NoticeWalk):
         if names_axis(eqn, DATA):
             return [MIRRORED] * len(eqn.outvars)
         if name in RULES:
-            return super().after(eqn, marks)
+            return super().apply(eqn, marks)
         if name in _OF_NUMBERS:
             number, *others = map(number_of, eqn.invars, marks)
             if number is not None and None not in others:
@@ -284,7 +272,7 @@ class EqualWalk(NoticeWalk):
         self._operands = MIRRORED
         self._reductions: dict[int, tuple[Any, Mark]] = {}
 
-    def after(self, eqn: Any, marks: Marks) -> Marks:
+    def apply(self, eqn: Any, marks: Marks) -> Marks:
         # A value from a stream keeps its mark alone, also after the replica id is folded in.
         marks = [m if isinstance(m, Ref) or not m >= STREAM else STREAM for m in marks]
         self._operands = mark = union(marks)
@@ -296,7 +284,7 @@ class EqualWalk(NoticeWalk):
             # rng_bit_generator returns the numbers after the key.
             if not mark and self.rows > 1 and self.rows in eqn.outvars[-1].aval.shape[:1]:
                 return [MIRRORED] * (len(eqn.outvars) - 1) + [frozenset({_Draw(self.at())})]
-        outs, draws = super().after(eqn, marks), words_of(mark, _Draw)
+        outs, draws = super().apply(eqn, marks), words_of(mark, _Draw)
         if not draws or eqn.primitive.name in RULES:
             return outs
         if self._are_for_rows(eqn, contents(marks)):

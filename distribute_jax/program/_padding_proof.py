@@ -72,7 +72,6 @@ class PaddingWalk(Walk):
     def __init__(self, shares: tuple[int, int]) -> None:
         super().__init__()
         self.shares = shares
-        self._caller: Pair | None = None
 
     def joined(self, eqn: Pair, one: Mark, other: Mark) -> Mark:
         return join(one, other, eqn.where)
@@ -113,14 +112,15 @@ class PaddingWalk(Walk):
                 raise UndecidedError(f"{_where(at)} gets other operands")
             return env[atom]
 
+        caller = self.enclosing[-1] if self.enclosing else None
         for eqn, twin in zip(one.eqns, two.eqns, strict=False):
-            pair = Pair(eqn, twin, self.shares, self._caller)
+            pair = Pair(eqn, twin, self.shares, caller)
             lengths = [(len(e.invars), len(e.outvars)) for e in (eqn, twin)]
             if eqn.primitive is not twin.primitive or lengths[0] != lengths[1]:
                 raise UndecidedError(f"{pair.where} becomes another operation")
             pairs = zip(eqn.invars, twin.invars, strict=True)
             operands = [read(a, b, pair) for a, b in pairs]
-            env.update(zip(eqn.outvars, self.apply(pair, operands), strict=True))
+            env.update(zip(eqn.outvars, self.applied(pair, operands), strict=True))
             partner.update(zip(eqn.outvars, twin.outvars, strict=True))
         if len(one.eqns) != len(two.eqns):
             raise UndecidedError("the step becomes another program")
@@ -130,9 +130,7 @@ class PaddingWalk(Walk):
         """Returns the marks of the outputs of an equation."""
         if any(map(is_ref, [*pair.invars, *pair.outvars])):
             raise RefsError(f"{pair.where} reads or writes a ref")
-        self._caller = pair
         outs = self.by_rule(STRUCTURE.get(pair.name, _computed), pair, marks)
-        self._caller = pair.caller
         outs = [leaking(pair.where)] * len(pair.outvars) if outs is None else outs
         if pair.name not in STRUCTURE and pair.name != "real_rows":
             outs = [on_empty_replica(pair, marks, out) for out in outs]

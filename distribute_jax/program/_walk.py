@@ -45,6 +45,8 @@ class Walk(ABC):
     def __init__(self) -> None:
         # Values hold the bodies, so that no id is reused.
         self._cache: dict[Any, tuple[Any, Marks]] = {}
+        self.enclosing: list[Any] = []
+        """The equations whose bodies are being interpreted, and the newest one."""
 
     @abstractmethod
     def apply(self, eqn: Any, marks: Marks) -> Marks:
@@ -103,9 +105,17 @@ class Walk(ABC):
         """Yields each equation with the marks of its operands and results, which are added to ``env``."""
         for eqn in jaxpr.eqns:
             operands = [self._read(v, env) for v in eqn.invars]
-            outs = self.apply(eqn, operands)
+            outs = self.applied(eqn, operands)
             env.update(zip(eqn.outvars, outs, strict=True))
             yield eqn, operands, outs
+
+    def applied(self, eqn: Any, marks: Marks) -> Marks:
+        """Does what ``apply`` does, and notes the equation meanwhile."""
+        self.enclosing.append(eqn)
+        try:
+            return self.apply(eqn, marks)
+        finally:
+            self.enclosing.pop()
 
     def _read(self, atom: Any, env: dict[Any, Any]) -> Any:
         return self.constant(atom.val) if is_literal(atom) else env[atom]
