@@ -19,6 +19,7 @@ from distribute_jax.program._aggregation import Combine, is_sum_of_old, merge_ru
 from distribute_jax.program._jaxprs import (
     RANDOM,
     equations,
+    is_literal,
     line,
     names_axis,
     variables,
@@ -40,6 +41,7 @@ from distribute_jax.program._notice_marks import (
     Part,
     Parts,
     ScaledPart,
+    is_sum,
     parts_of_means,
     words_of,
 )
@@ -197,7 +199,7 @@ def notices_of(
     notices += _lost_updates(traced, in_marks)
     notices += [Notice(_PART_IN_CALLBACK, where, where[0]) for where in parts.callbacks]
     if options.check_sync:
-        notices += _parts_in_state(call, traced, parts, combine)
+        notices += _parts_in_state(call, traced, parts)
     # Batch norm divides by the statistics of a share by design, and averages them.
     has_averages = not {Combine.MEAN, Combine.FIRST}.isdisjoint(combine)
     means = _means_of_shares(call, traced, bool(new_state) or has_averages)
@@ -267,20 +269,12 @@ def _refuse_values_of_metrics(call: Call, traced: Traced, combine: Sequence[Comb
     }
     for eqn in jaxpr.eqns:
         metric = next((metrics[var] for var in variables(eqn.invars) if var in metrics), None)
-        if (
-            metric is not None
-            and eqn.primitive.name != "cross_device_sum"
-            and not names_axis(eqn, DATA)
-        ):
+        if metric is not None and not (is_sum(eqn) or names_axis(eqn, DATA)):
             metrics |= dict.fromkeys(eqn.outvars, metric)
-    names = traced.results.names
-    for result, atom in zip(names, jaxpr.outvars[len(jaxpr.outvars) - len(names) :], strict=True):
-        for var in variables([atom]):
-            if var in metrics:
-                step = step_name(call.fn)
-                raise ArgumentError(
-                    _VALUE_OF_METRIC.format(step=step, result=result, metric=metrics[var])
-                )
+    for result, atom in zip(traced.results.names, jaxpr.outvars[len(combine) :], strict=True):
+        if not is_literal(atom) and atom in metrics:
+            facts = {"step": step_name(call.fn), "result": result, "metric": metrics[atom]}
+            raise ArgumentError(_VALUE_OF_METRIC.format(**facts))
 
 
 def _lost_updates(traced: Traced, marks: Sequence[Mark]) -> Iterator[Notice]:
@@ -352,9 +346,7 @@ def _batches(call: Call, traced: Traced) -> Iterator[str]:
             yield f"{name} ({dtype}[{','.join(map(str, value.shape))}])"
 
 
-def _parts_in_state(
-    call: Call, traced: Traced, parts: Parts, combine: Sequence[Combine]
-) -> Iterator[Notice]:
+def _parts_in_state(call: Call, traced: Traced, parts: Parts) -> Iterator[Notice]:
     """Raises if a metric averages parts of means; warns of other state that may."""
     binding, replicas = call.binding, num_replicas(call.mesh)
     nodes = dict(zip(binding.node_names, binding.nodes, strict=True))
