@@ -23,7 +23,7 @@ from distribute_jax._mesh import num_replicas
 from distribute_jax.processes import COMPILING, doing
 from distribute_jax.program._across_processes import CallLog, agree_on_values, check_same_program
 from distribute_jax.program._aggregation import Combine
-from distribute_jax.program._ahead_of_time import StepPlan, plan_step
+from distribute_jax.program._ahead_of_time import plan_step
 from distribute_jax.program._arguments import Arguments, RepeatedArguments, check_function
 from distribute_jax.program._binding import (
     Binding,
@@ -43,7 +43,7 @@ from distribute_jax.program._options import (
     default_run_options,
 )
 from distribute_jax.program._placement import Replicas
-from distribute_jax.program._program import Program, build, preparing
+from distribute_jax.program._program import Program, build, naming_step, preparing
 from distribute_jax.program._replica_context import draws_per_replica
 from distribute_jax.program._state_placement import divide_state, place_state
 from distribute_jax.program._trace import Call, created_again_error, store_first_values
@@ -83,18 +83,10 @@ class Request:
 
 
 class ProgramCache:
-    """Programs by what they were compiled for, and by the objects that they are bound to.
+    """Programs by what they were compiled for, and by the objects that they are bound to."""
 
-    ``execute`` runs a program once, to compute the first values of variables that a step creates.
-    """
-
-    def __init__(
-        self,
-        strategy: Any,
-        replicas: Replicas,
-        execute: Callable[[BoundProgram, list[Any]], list[Any]],
-    ) -> None:
-        self._strategy, self._replicas, self._execute = strategy, replicas, execute
+    def __init__(self, strategy: Any, replicas: Replicas) -> None:
+        self._strategy, self._replicas = strategy, replicas
         self._bound: dict[Any, list[BoundProgram]] = {}
         self.programs: OrderedDict[Any, Program] = OrderedDict()
         self._repeatable: dict[Any, tuple[BoundProgram, RunOptions, RepeatedArguments]] = {}
@@ -133,12 +125,6 @@ class ProgramCache:
         """Returns the call that is traced for a request."""
         return Call(request.fn, binding, request.arguments, self._strategy, self._replicas.mesh)
 
-    def plan(
-        self, fn: Callable[..., Any], arguments: Arguments, options: RunOptions, number: int | None
-    ) -> StepPlan:
-        """Compiles a step for a number of replicas, without running it."""
-        return plan_step(self._strategy, self._replicas, fn, arguments, options, number)
-
     def bind(self, request: Request, *, warn: bool = True, may_create: bool = True) -> BoundProgram:
         """Binds a program to what a call reaches; builds one if there is none for it."""
         fn, arguments, lookup_key = request.fn, request.arguments, request.lookup_key
@@ -146,7 +132,8 @@ class ProgramCache:
         check_function(fn)
         if _context.plan_hooks:
             show = _context.plan_hooks.pop()
-            show(functools.partial(self.plan, fn, arguments, request.options))
+            planned = fn, arguments, request.options
+            show(functools.partial(plan_step, self._strategy, self._replicas, *planned))
         self.remove_dead()
         binding = Binding(fn, arguments)
         check_leaked_tracers(binding)
@@ -251,9 +238,11 @@ class ProgramCache:
 
     def _create(self, request: Request, call: Call, program: Program, *, may_create: bool) -> None:
         """Computes and stores the first values of variables that a step creates."""
-        created = program.traced.created
-        entry = BoundProgram(program, call.binding, step_name(call.fn))
-        arrays = self._execute(entry, entry.flat_inputs(request.roots, call.arguments))
+        created, step = program.traced.created, step_name(call.fn)
+        entry = BoundProgram(program, call.binding, step)
+        arrays = entry.execute(entry.flat_inputs(request.roots, call.arguments))
+        with naming_step(step, program):  # it is not in flight, so the step must not begin before it ends
+            jax.block_until_ready(arrays)
         store_first_values(created, entry.wrap(arrays))
         if not may_create:
             raise created_again_error(created)

@@ -17,7 +17,7 @@ from distribute_jax._messages import StepFunction
 from distribute_jax._values import PerReplica
 from distribute_jax.processes import activity, calling, stepped
 from distribute_jax.program._across_processes import note_call, note_outputs
-from distribute_jax.program._ahead_of_time import StepPlan
+from distribute_jax.program._ahead_of_time import StepPlan, plan_step
 from distribute_jax.program._arguments import Arguments, check_call, flatten_arguments, full_batch
 from distribute_jax.program._binding import step_lock
 from distribute_jax.program._cache import ProgramCache, Request
@@ -61,14 +61,12 @@ class Runner:
     """
 
     def __init__(self, strategy: Any, replicas: Replicas, steps_in_flight: int | None) -> None:
-        self._replicas, self._mesh = replicas, replicas.mesh
+        self._strategy, self._replicas, self._mesh = strategy, replicas, replicas.mesh
         self._is_local = is_local(self._mesh)
         self._activity = activity()
         divided = replicas.state_mesh if replicas.divides_arguments else None
         self._flatten_arguments = functools.partial(flatten_arguments, divided=divided)
-        self.cache = ProgramCache(
-            strategy, replicas, lambda entry, flat: self._advance(entry, entry.execute, flat, 0)
-        )
+        self.cache = ProgramCache(strategy, replicas)
         self._compared: dict[Any, None] = {}
         may_deadlock = self._mesh.size > 1 and self._mesh.devices.flat[0].platform == "cpu"
         self.steps_in_flight = min(steps_in_flight or 2, 2) if may_deadlock else steps_in_flight
@@ -141,7 +139,8 @@ class Runner:
         with step_lock:
             shapes = (jax.ShapeDtypeStruct,)
             arguments = self._flatten_arguments(tuple(args), kwargs or {}, mesh, more=shapes)
-            return self.cache.plan(unwrap_jit(fn), arguments, options, number)
+            planned = unwrap_jit(fn), arguments, options
+            return plan_step(self._strategy, self._replicas, *planned, number)
 
     def programs(self) -> int:
         """Returns the number of compiled programs for objects that are alive."""
@@ -153,7 +152,7 @@ class Runner:
         return self.cache.lookup(request) or self.cache.bind(request)
 
     def _run(self, request: Request) -> Any:
-        entry = self.cache.lookup(request) or self.cache.bind(request)
+        entry = self.entry(request)
         try:
             return self._execute(request, entry)
         except OutdatedError:

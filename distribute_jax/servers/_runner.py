@@ -59,7 +59,7 @@ class ServersRunner(Runner):
     ) -> None:
         """Takes the strategy's ``partitioner`` and ``sparse`` as options."""
         super().__init__(strategy, replicas, steps_in_flight=None)
-        self._strategy, self._coordinator, self._engine = strategy, coordinator, engine
+        self._coordinator, self._engine = coordinator, engine
         self._shares = strategy.num_replicas_in_sync
         servers = len(coordinator.stores)
         self._halves = HalvesCache(strategy, strategy.mesh, servers, coordinator, **options)
