@@ -155,12 +155,11 @@ class CallLog:
 
     def __init__(self, entry: BoundProgram, fingerprint: str) -> None:
         program, binding = entry.program, entry.binding
-        starts = program.traced.input_starts
         self._names = [program.traced.input_names[i] for i in program.order]
         mirrored = [
             not keeps_own_values(binding.variables[i])
             for i in (*program.written, *program.read_only)
-            for _ in range(starts[i], starts[i + 1])
+            for _ in program.traced.inputs_of(i)
         ]
         self._compared = [i for i, is_mirrored in enumerate(mirrored) if is_mirrored]
         self._num_state_inputs = len(mirrored)

@@ -241,7 +241,9 @@ class ProgramCache:
         created, step = program.traced.created, step_name(call.fn)
         entry = BoundProgram(program, call.binding, step)
         arrays = entry.execute(entry.flat_inputs(request.roots, call.arguments))
-        with naming_step(step, program):  # it is not in flight, so the step must not begin before it ends
+        with naming_step(
+            step, program
+        ):  # it is not in flight, so the step must not begin before it ends
             jax.block_until_ready(arrays)
         store_first_values(created, entry.wrap(arrays))
         if not may_create:
@@ -366,8 +368,8 @@ def _notices(binding: Binding, program: Program) -> Iterator[Notice]:
     starts = zip(binding.variables, traced.input_starts, strict=False)
     # Keys that are drawn and not used, as an RNN's for its first carry, which is zeros.
     ignored = {id(v) for v, start in starts if isinstance(v, nnx.RngKey) and start not in needed}
-    for index, size in zip(program.written, traced.written_sizes, strict=True):
-        rule = list(itertools.islice(rules, size))
+    for index in program.written:
+        rule = list(itertools.islice(rules, len(traced.inputs_of(index))))
         variable, name = binding.variables[index], binding.names[index]
         owner = name.rpartition(".")[0]
         node = nodes[owner]() if owner in nodes else None

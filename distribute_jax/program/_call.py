@@ -70,11 +70,10 @@ class BoundProgram:
         self._types = _types_of(self._watched)
         self.skip_counts = [v for v in self.outputs if isinstance(v, StepCounts)]
         self.sources = [binding.arrays[i] for i in program.arrays]
-        self.state_size = sum(program.traced.written_sizes)
+        self.state_size = len(program.traced.old_inputs)
+        """The number of arrays of state that the step writes: its first inputs, and its first outputs."""
         self.is_pure = not (self.inputs or program.donated or program.has_token)
         """True if there is nothing to donate, to store, or to lose by an interrupt."""
-        starts = program.traced.input_starts
-        self._num_written_inputs = sum(starts[i + 1] - starts[i] for i in program.written)
         self._num_state_inputs = 0
         self._num_possible_aliases = 0  # inputs from outside that may share memory with the state
         self.last_state: list[Any] = []
@@ -117,7 +116,7 @@ class BoundProgram:
         flat = read_raw(self.inputs)
         if not self.program.simple:
             flat = jax.tree.leaves(flat)
-        self._read_only_state = flat[self._num_written_inputs :]
+        self._read_only_state = flat[self.state_size :]
         self._num_state_inputs = len(flat)
         for _, place, root in self.sources:
             flat.append(place.get() if root is None else values[root])

@@ -118,7 +118,7 @@ def _step_shardings(
 
 def returned_arguments(call: Call, traced: Traced) -> Iterator[tuple[int, int]]:
     """Yields pairs of an output that is the new value of an argument, and its input."""
-    results, data = sum(traced.written_sizes), sum(traced.sizes[:2])
+    results, data = len(traced.old_inputs), sum(traced.sizes[:2])
     kinds, variables = call.arguments.kinds, map(id, call.binding.variables)
     starts = dict(zip(variables, itertools.pairwise(traced.input_starts), strict=True))
     for part in model_shaped(call, traced):

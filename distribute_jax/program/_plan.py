@@ -69,7 +69,7 @@ def plan(call: Call, traced: Traced, options: RunOptions, before: list[Mark] | N
     ``before`` replaces the usual marks of the inputs, as for workers of parameter servers: each runs a step
     of one replica, and the state that they share must be combined too.
     """
-    state = sum(traced.written_sizes)
+    state = len(traced.old_inputs)
     results = len(traced.jaxpr.jaxpr.outvars) - state
     replicas = num_replicas(call.mesh)
     if replicas == 1 and before is None:
@@ -119,7 +119,8 @@ def _of_metrics(call: Call, traced: Traced) -> tuple[dict[int, Combine], tuple[M
     A metric may also be assigned, as by ``reset``.
     """
     places = {id(variable): i for i, variable in enumerate(call.binding.variables)}
-    starts = itertools.accumulate(traced.written_sizes, initial=0)
+    sizes = (len(traced.inputs_of(index)) for index in traced.written)
+    starts = itertools.accumulate(sizes, initial=0)
     outputs = dict(zip(traced.written, starts, strict=False))
     inputs = {output: traced.input_starts[index] for index, output in outputs.items()}
     joint = Combine.JOINT if num_replicas(call.mesh) > 1 else Combine.FIRST
@@ -280,7 +281,7 @@ class ModelShaped(NamedTuple):
 
 def model_shaped(call: Call, traced: Traced) -> Iterator[ModelShaped]:
     """Yields the parts of the result with the structure and shapes of a mirrored argument."""
-    avals = [var.aval for var in traced.jaxpr.jaxpr.outvars[sum(traced.written_sizes) :]]
+    avals = [var.aval for var in traced.jaxpr.jaxpr.outvars[len(traced.old_inputs) :]]
     template, other = traced.results, object()
     leaves = [k if kind == "array" else other for kind, k in template.leaves]
     tree = jax.tree.unflatten(template.treedef, leaves)

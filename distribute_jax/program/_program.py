@@ -267,20 +267,17 @@ def input_order(traced: Traced) -> tuple[tuple[int, ...], tuple[int, ...], tuple
 
     Written variables come first, then those that are only read, arrays, data and counts.
     """
-    jaxpr, starts = traced.jaxpr.jaxpr, traced.input_starts
+    jaxpr = traced.jaxpr.jaxpr
     read_or_returned = set(variables([*inputs_of(jaxpr.eqns), *jaxpr.outvars]))
     used = [v in read_or_returned for v in jaxpr.invars]
     written, first_array = set(traced.written), traced.sizes[0]
     first_data = first_array + traced.sizes[1]
-    read_only = tuple(
-        i
-        for i in range(len(starts) - 1)
-        if i not in written and any(used[starts[i] : starts[i + 1]])
-    )
+    others = (i for i in range(len(traced.input_starts) - 1) if i not in written)
+    read_only = tuple(i for i in others if any(used[k] for k in traced.inputs_of(i)))
     read_arrays = tuple(
         i for i in range(traced.sizes[1]) if used[first_array + i] or i in traced.constant_arrays
     )
-    state = [k for i in (*traced.written, *read_only) for k in range(starts[i], starts[i + 1])]
+    state = [k for i in (*traced.written, *read_only) for k in traced.inputs_of(i)]
     order = (*state, *(first_array + i for i in read_arrays), *range(first_data, len(used)))
     return order, read_only, read_arrays
 

@@ -38,7 +38,7 @@ def per_example_results(
     if isinstance(larger, str):
         others: list[Any] = [larger] * len(shapes)
     else:
-        others = _result_shapes(larger, sum(larger.written_sizes))
+        others = _result_shapes(larger, len(larger.old_inputs))
     sizes = share_sizes(call)
     return tuple(
         k in results.declared or _is_per_example(results.names[k], a, b, sizes)

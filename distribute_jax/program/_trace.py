@@ -55,15 +55,16 @@ class Traced:
     jaxpr: ClosedJaxpr
     """Its inputs are the raw values of the variables, captured arrays, data, and maybe the counts."""
     written: tuple[int, ...]
-    """Indices of the variables that the step changed; their new values are the first outputs."""
+    """Indices of the variables that the step changed; their new values are the first outputs.
+
+    A new value has as many arrays as the old one, of which shapes and dtypes may differ.
+    """
     results: Results
     """What the function returned; its arrays are the remaining outputs."""
     input_names: tuple[str, ...]
     """The origin of each flat input, in the user's words."""
     sizes: tuple[int, int, int, int]
     """Numbers of flat inputs: variables, captured arrays, data, counts."""
-    written_sizes: tuple[int, ...]
-    """Number of flat outputs of each written variable."""
     written_trees: tuple[Any, ...]
     """Structure of the new value of each written variable."""
     constant_arrays: frozenset[int]
@@ -76,16 +77,19 @@ class Traced:
     created: tuple[nnx.Variable[Any], ...] = ()
     """Variables that the step created and kept; the results are then only their first values."""
 
+    def inputs_of(self, variable: int) -> range:
+        """Returns the flat inputs of a variable, by its index."""
+        return range(self.input_starts[variable], self.input_starts[variable + 1])
+
     @property
     def old_inputs(self) -> list[int]:
         """For each state output the flat input with the old value."""
-        sizes = zip([self.input_starts[i] for i in self.written], self.written_sizes, strict=True)
-        return [start + k for start, size in sizes for k in range(size)]
+        return [k for i in self.written for k in self.inputs_of(i)]
 
     def keeps_types(self) -> bool:
         """True if the new state has the shapes and dtypes of the old."""
-        body, starts = self.jaxpr.jaxpr, self.input_starts
-        return self.written_sizes == tuple(starts[i + 1] - starts[i] for i in self.written) and all(
+        body = self.jaxpr.jaxpr
+        return all(
             (body.invars[old].aval.shape, body.invars[old].aval.dtype)
             == (new.aval.shape, new.aval.dtype)
             for old, new in zip(self.old_inputs, body.outvars, strict=False)
@@ -164,11 +168,10 @@ def state_outputs(
     call: Call, traced: Traced
 ) -> Iterator[tuple[nnx.Variable[Any], str, int, range]]:
     """Yields for each state output its variable, its name, its old input and all inputs of the variable."""
-    starts = traced.input_starts
-    for index, size in zip(traced.written, traced.written_sizes, strict=True):
-        inputs = range(starts[index], starts[index + 1])
-        for k in range(size):
-            yield call.binding.variables[index], call.binding.names[index], inputs.start + k, inputs
+    for index in traced.written:
+        inputs = traced.inputs_of(index)
+        for old in inputs:
+            yield call.binding.variables[index], call.binding.names[index], old, inputs
 
 
 SIDE_EFFECTS = ("callback", "debug_print")
@@ -224,7 +227,6 @@ class _Recorder:
     def __init__(self, call: Call) -> None:
         self.call = call
         self.written: tuple[int, ...] = ()
-        self.written_sizes: tuple[int, ...] = ()
         self.written_trees: tuple[Any, ...] = ()
         self.results: Results | None = None
         self.created: tuple[nnx.Variable[Any], ...] = ()
@@ -266,7 +268,6 @@ class _Recorder:
                 if len(new) != (old := len(jax.tree.leaves(before[i]))):
                     text = _RESIZED.format(name=binding.names[i], old=old, new=len(new))
                     raise UnsupportedError(text)
-        self.written_sizes = tuple(map(len, new_values))
         self._array_at = {id(array): i for i, array in enumerate(arrays)}
         outs = [leaf for leaves in new_values for leaf in leaves] + arrays_out
         return outs + [array.new for array in self.rebuilt]
@@ -347,7 +348,6 @@ class _Recorder:
             results=self.results,
             input_names=(*names, *("the batch mask" for _ in counts)),
             sizes=(len(variable_names), len(arrays), len(shares), len(counts)),
-            written_sizes=self.written_sizes,
             written_trees=self.written_trees,
             constant_arrays=frozenset(i for i, a in enumerate(arrays) if id(a) in constants),
             input_starts=tuple(accumulate((len(jax.tree.leaves(raw)) for raw in raws), initial=0)),

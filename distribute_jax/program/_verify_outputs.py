@@ -72,7 +72,7 @@ def next_values(call: Call, program: Program) -> dict[int, int]:
     ins, outs = traced.jaxpr.jaxpr.invars, traced.jaxpr.jaxpr.outvars
     batch, end = _batch_inputs(call, traced), start + len(call.arguments.data)
     old = [i for i in range(traced.sizes[0], end) if i not in batch]
-    for k, mirrored in enumerate(program.plan.mirrored, sum(traced.written_sizes)):
+    for k, mirrored in enumerate(program.plan.mirrored, len(traced.old_inputs)):
         is_new = mirrored and k not in pairs and outs[k].aval.shape
         same = [i for i in old if is_new and _aval(ins[i]) == _aval(outs[k])]
         reads = needed_only(traced.jaxpr.jaxpr, [k])[1] if same else set()
@@ -215,5 +215,5 @@ def as_read(entry: BoundProgram, outs: Sequence[jax.Array]) -> list[Any]:
 
 def _written(entry: BoundProgram) -> list[nnx.Variable[Any]]:
     """Returns the variable of each output that is state."""
-    sizes = entry.program.traced.written_sizes
-    return [v for v, size in zip(entry.outputs, sizes, strict=True) for _ in range(size)]
+    traced, variables = entry.program.traced, entry.binding.variables
+    return [variables[i] for i in traced.written for _ in traced.inputs_of(i)]

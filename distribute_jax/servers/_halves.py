@@ -209,7 +209,7 @@ def build_halves(
     jaxpr, leaves = body.jaxpr, traced.input_starts[-1]
     state = _state(call, traced, order, jaxpr)
     update = Update(jaxpr, [marks[k] for k in order], state, replicas)
-    results = jaxpr.outvars[sum(traced.written_sizes) :]
+    results = jaxpr.outvars[len(traced.old_inputs) :]
     update.check_not_used_again(dict(zip(traced.results.names, results, strict=True)))
     division = update.divide(
         servers, results, known, functools.partial(parts, partitioner, servers)
@@ -424,22 +424,22 @@ def _of_one_worker(call: Call, traced: Traced, decided: Plan, order: Sequence[in
 
 def _state(call: Call, traced: Traced, order: Sequence[int], jaxpr: Any) -> State:
     """Returns the inputs, outputs and types of state in the program."""
-    starts, variables_ = traced.input_starts, call.binding.variables
-    together = [range(starts[i], starts[i + 1]) for i in range(len(variables_))]
+    leaves, variables_ = traced.input_starts[-1], call.binding.variables
+    together = [traced.inputs_of(i) for i in range(len(variables_))]
     return State(
-        names=traced.input_names[: starts[-1]],
-        inputs={k: v for k, v in zip(order, jaxpr.invars, strict=True) if k < starts[-1]},
+        names=traced.input_names[:leaves],
+        inputs={k: v for k, v in zip(order, jaxpr.invars, strict=True) if k < leaves},
         outputs=dict(zip(traced.old_inputs, jaxpr.outvars, strict=False)),
         types=[
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             for leaf in jax.tree.leaves(read_raw(variables_))
         ],
-        together=[leaves for leaves in together if leaves],
+        together=[of for of in together if of],
         followers=frozenset(
             k
-            for variable, leaves in zip(variables_, together, strict=True)
+            for variable, of in zip(variables_, together, strict=True)
             if isinstance(variable, nnx.OptState)
-            for k in leaves
+            for k in of
         ),
     )
 
