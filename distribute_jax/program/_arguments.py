@@ -31,7 +31,6 @@ from distribute_jax._values import Layout, PerReplica, UnevenPerReplica
 
 _STATIC_TYPES = (bool, str, bytes, enum.Enum, np.dtype, type)
 _NUMBER_TYPES = (int, float, complex)
-_COMMON_TYPES = frozenset({PerReplica, ARRAY})
 
 
 # The instance checks of Flax and JAX are slow, so the results are cached for each type.
@@ -85,7 +84,7 @@ class Arguments:
     @property
     def is_repeatable(self) -> bool:
         """True if all leaves are arrays or full batches, so that :class:`RepeatedArguments` may be noted."""
-        are_arrays = (type(x) in _COMMON_TYPES or isinstance(x, jax.Array) for x in self.leaves)
+        are_arrays = (type(x) is PerReplica or isinstance(x, jax.Array) for x in self.leaves)
         return self.counts is None and not self.shardings and all(are_arrays)
 
     def with_data(self, data: list[Any]) -> Arguments:
@@ -123,24 +122,22 @@ def flatten_arguments(
     else:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_one_leaf)
     signature: list[Any] = [treedef, trace_settings()]
+    kinds = ["data"] * len(leaves)
     bound: list[Any] = []
-    if _COMMON_TYPES.issuperset(map(type, leaves)):  # the fast path, of most steps
-        batches = [leaf for leaf in leaves if type(leaf) is PerReplica]
-        joined = [batch for batch in batches if batch.layout is Layout.JOINED]
-        if len(joined) < len(batches) and any(map(_has_padded_rows, batches)):
-            leaves = [_as_batch(leaf) if type(leaf) is PerReplica else leaf for leaf in leaves]
-            batches = [leaf for leaf in leaves if type(leaf) is PerReplica]
-        signature += [
-            _batch_signature(leaf, mesh)
-            if type(leaf) is PerReplica
-            else (aval.shape, aval.dtype, aval.weak_type)
-            if (aval := leaf.aval).shape
-            else _scalar_signature(aval)
-            for leaf in leaves
-        ]
-        kinds, data = ["data"] * len(leaves), leaves
-    else:
-        data, kinds, bound, batches = _classify_leaves(leaves, signature, mesh, more)
+    batches: list[PerReplica] = []
+    for index, leaf in enumerate(leaves):
+        if type(leaf) is ARRAY:  # as most are
+            signature.append(_array_signature(leaf.aval))
+        elif isinstance(leaf, PerReplica):
+            leaves[index] = batch = _as_batch(leaf)
+            signature.append(_batch_signature(batch, mesh))
+            batches.append(batch)
+        else:
+            kinds[index], of_leaf = _classified(leaf, more)
+            signature.append(of_leaf)
+            if kinds[index] == "bound":
+                bound.append(leaf)
+    data = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind == "data"]
     joined = [b for b in batches if b.layout is Layout.JOINED]
     counts = _common_counts(joined, leaves, treedef) if joined else None
     shardings: tuple[NamedSharding | None, ...] = ()
@@ -217,42 +214,20 @@ def _type_of(array: Any) -> tuple[Any, ...]:
     )
 
 
-def _classify_leaves(
-    leaves: list[Any], signature: list[Any], mesh: Mesh, more: tuple[type, ...]
-) -> tuple[list[Any], list[str], list[Any], list[PerReplica]]:
-    """Returns data, kinds, bound leaves and batches, and appends each leaf to the signature."""
-    data: list[Any] = []
-    kinds: list[str] = []
-    bound: list[Any] = []
-    batches: list[PerReplica] = []
-    for index, leaf in enumerate(leaves):
-        kind = "data"
-        if type(leaf) is ARRAY:
-            signature.append(_array_signature(leaf.aval))
-        elif type(leaf) is PerReplica or isinstance(leaf, PerReplica):
-            leaf = leaves[index] = _as_batch(leaf)
-            signature.append(_batch_signature(leaf, mesh))
-            batches.append(leaf)
-        elif isinstance(leaf, (jax.Array, np.ndarray, np.generic, *more)):
-            if isinstance(leaf, jax.core.Tracer):
-                raise ArgumentError(_LEAKED.format(leaf=leaf_text(leaf)))
-            if not isinstance(leaf, (jax.Array, *more)):
-                _check_array(leaf)
-            signature.append(_array_signature(leaf))
-        elif isinstance(leaf, _STATIC_TYPES):
-            signature.append((type(leaf), leaf))
-            kind = "static"
-        elif isinstance(leaf, _NUMBER_TYPES):
-            check_int_range(leaf, "strategy.run")
-            signature.append(type(leaf))
-        else:
-            signature.append("bound")
-            kind = "bound"
-            bound.append(leaf)
-        kinds.append(kind)
-        if kind == "data":
-            data.append(leaf)
-    return data, kinds, bound, batches
+def _classified(leaf: Any, more: tuple[type, ...]) -> tuple[str, Any]:
+    """Returns the kind of an argument that is not a batch, and its part of the signature."""
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic, *more)):
+        if isinstance(leaf, jax.core.Tracer):
+            raise ArgumentError(_LEAKED.format(leaf=leaf_text(leaf)))
+        if not isinstance(leaf, (jax.Array, *more)):
+            _check_array(leaf)
+        return "data", _array_signature(leaf)
+    if isinstance(leaf, _STATIC_TYPES):
+        return "static", (type(leaf), leaf)
+    if isinstance(leaf, _NUMBER_TYPES):
+        check_int_range(leaf, "strategy.run")
+        return "data", type(leaf)
+    return "bound", "bound"
 
 
 _LEAKED = (
@@ -261,17 +236,12 @@ _LEAKED = (
 )
 
 
-def _has_padded_rows(value: PerReplica) -> bool:
-    """True for a result of a step on a partial batch, some rows of which may be padding."""
-    is_partial = value.counts is not None or value.ambiguous is not None
-    return is_partial and value.layout is Layout.STACKED
-
-
 def _as_batch(value: PerReplica) -> PerReplica:
     """Converts values of unequal lengths, and results of a step on a partial batch, to a batch."""
     if isinstance(value, UnevenPerReplica):
         return uneven_to_joined(value.parts, value.mesh)
-    if not _has_padded_rows(value):
+    is_partial = value.counts is not None or value.ambiguous is not None
+    if not is_partial or value.layout is not Layout.STACKED:
         return value
     value.check_rows_known()
     return rows_to_joined(value)

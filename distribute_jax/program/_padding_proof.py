@@ -238,7 +238,7 @@ def padding_leaks(call: Call, entry: BoundProgram, larger: Traced | str) -> list
     if isinstance(larger, str):
         return [("", Leak(f"it could not be traced with more rows ({larger})", False))]
     traced = entry.program.traced
-    writes = [(t.written, t.written_sizes, t.sizes) for t in (traced, larger)]
+    writes = [(t.written, t.sizes) for t in (traced, larger)]
     if writes[0] != writes[1]:
         return [("", Leak("with more rows it writes other variables", False))]
     variables, arrays, _, counts = traced.sizes
