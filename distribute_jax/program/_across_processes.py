@@ -158,7 +158,7 @@ class CallLog:
         self._names = [program.traced.input_names[i] for i in program.order]
         mirrored = [
             not keeps_own_values(binding.variables[i])
-            for i in (*program.written, *program.read_only)
+            for i in (*program.traced.written, *program.read_only)
             for _ in program.traced.inputs_of(i)
         ]
         self._compared = [i for i, is_mirrored in enumerate(mirrored) if is_mirrored]

@@ -368,7 +368,7 @@ def _notices(binding: Binding, program: Program) -> Iterator[Notice]:
     starts = zip(binding.variables, traced.input_starts, strict=False)
     # Keys that are drawn and not used, as an RNN's for its first carry, which is zeros.
     ignored = {id(v) for v, start in starts if isinstance(v, nnx.RngKey) and start not in needed}
-    for index in program.written:
+    for index in program.traced.written:
         rule = list(itertools.islice(rules, len(traced.inputs_of(index))))
         variable, name = binding.variables[index], binding.names[index]
         owner = name.rpartition(".")[0]

@@ -61,18 +61,18 @@ class BoundProgram:
         """The dicts and lists that the trace changed, with their contents before it."""
         self.call_log: Any = None
         """Logs what the processes of a job compare of each call; None in a single process."""
-        variables = binding.variables
-        self.inputs = [variables[i] for i in (*program.written, *program.read_only)]
-        self.outputs = [variables[i] for i in program.written]
+        variables, written = binding.variables, program.traced.written
+        self.inputs = [variables[i] for i in (*written, *program.read_only)]
+        self.outputs = [variables[i] for i in written]
         # JAX checks the types of arrays that the program takes. Of others Python may have read the shape.
-        checked = {*program.written, *program.read_only} if program.simple else set()
+        checked = {*written, *program.read_only} if program.simple else set()
         self._watched = [v for i, v in enumerate(variables) if i not in checked]
         self._types = _types_of(self._watched)
         self.skip_counts = [v for v in self.outputs if isinstance(v, StepCounts)]
         self.sources = [binding.arrays[i] for i in program.arrays]
         self.state_size = len(program.traced.old_inputs)
         """The number of arrays of state that the step writes: its first inputs, and its first outputs."""
-        self.is_pure = not (self.inputs or program.donated or program.has_token)
+        self.is_pure = not (self.inputs or program.step.donated or program.has_token)
         """True if there is nothing to donate, to store, or to lose by an interrupt."""
         self._num_state_inputs = 0
         self._num_possible_aliases = 0  # inputs from outside that may share memory with the state
@@ -146,8 +146,9 @@ class BoundProgram:
     ) -> list[Any]:
         """Runs the program, or another one that was ``compiled`` for several steps of it."""
         # A program of several steps donates only the state.
-        donated = self.program.donated if compiled is None else range(self.program.donated_state)
-        compiled = compiled or self.program.compiled
+        program = self.program
+        donated = program.step.donated if compiled is None else range(program.donated_state)
+        compiled = compiled or program.compiled
         state = self._num_state_inputs
         unchanged = len(self.last_state) == state and all(map(operator.is_, flat, self.last_state))
         # Another step, or the user's jit, may have donated the arrays of the last call.
@@ -308,7 +309,7 @@ class BoundProgram:
         # A program of several steps takes the data of one step after the other.
         more = (len(flat) - len(shardings)) // size if size else 0
         wanted = (*shardings, *(shardings[len(shardings) - size :] * more))
-        donated = set(self.program.donated)
+        donated = set(self.program.step.donated)
         return [
             put(fresh_copy(x) if i in donated else x, to)
             if isinstance(x, jax.Array) and not x.sharding.is_equivalent_to(to, x.ndim)

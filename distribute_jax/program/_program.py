@@ -88,14 +88,6 @@ def preparing() -> Iterator[None]:
         yield
 
 
-_FAILED = """\
-The compiled step failed after its state had been donated to it, so these values are lost:
-{lines}
-The reason: {reason}
-Restore the state from a checkpoint or a dj.snapshot. To find the failure, use \
-RunOptions(donate_state=False), which keeps the state."""
-
-
 @dataclass(eq=False)
 class Program:
     """A compiled step. It serves every binding of the same structure."""
@@ -107,10 +99,6 @@ class Program:
     """The flat inputs in the order in which the compiled program takes them."""
     donated_state: int
     """The number of donated inputs, the first ones, that are state that the step writes."""
-    donated: tuple[int, ...]
-    """All donated inputs: that state, and arguments on request."""
-    written: tuple[int, ...]
-    """Variables that get a new value, in the order of the first outputs."""
     read_only: tuple[int, ...]
     """Variables that are only read."""
     arrays: tuple[int, ...]
@@ -152,13 +140,6 @@ class Program:
         for key in dead:
             del self.owners[key]
         return bool(self.owners)
-
-    def failure(self, error: Exception) -> StepFailedError:
-        """Returns the error that names the state lost with a step that failed while it ran."""
-        traced = self.traced
-        starts = [traced.input_starts[i] for i in traced.written]
-        lost = [traced.input_names[start] for start in starts] or ["nothing but its results"]
-        return StepFailedError(_FAILED.format(lines=listed(lost), reason=error_text(error)))
 
     @property
     def results(self) -> Results:
@@ -211,8 +192,8 @@ def build(
     inputs = [call.binding.variables[i].get_raw_value() for i in (*traced.written, *read_only)]
     nests = [*map(jax.tree.structure, inputs), *traced.written_trees]
     return Program(
-        traced, decided, compiled, order, donated_state, tuple(step.donated), traced.written, read_only,
-        read_arrays, simple=all(nest.num_leaves == nest.num_nodes == 1 for nest in nests),
+        traced, decided, compiled, order, donated_state, read_only, read_arrays,
+        simple=all(nest.num_leaves == nest.num_nodes == 1 for nest in nests),
         mesh=call.mesh, step=step, compile=compile_,
         parameter_device=replicas.parameter_device, has_token=has_token,
     )  # fmt: skip
@@ -300,6 +281,13 @@ def _donated_arguments(call: Call, traced: Traced, step: FlatStep) -> list[int]:
     ]
 
 
+_LOST = """\
+The compiled step failed after its state had been donated to it, so these values are lost:
+{lines}
+The reason: {reason}
+Restore the state from a checkpoint or a dj.snapshot. To find the failure, use \
+RunOptions(donate_state=False), which keeps the state."""
+
 _INTACT = """\
 The compiled step failed while it ran; the state is as before the call.
 The reason: {reason}"""
@@ -312,8 +300,10 @@ stops at the first operation that computes one."""
 
 def step_failure(step: str, program: Program, error: Exception, *, lost: bool) -> Exception:
     """Returns the error of a step that failed while it ran; ``lost`` if its state was donated."""
-    what = str(program.failure(error)) if lost else _INTACT.format(reason=error_text(error))
-    text = str(error)
+    traced, text = program.traced, str(error)
+    names = [traced.input_names[traced.input_starts[i]] for i in traced.written]
+    lines = listed(names or ["nothing but its results"])
+    what = (_LOST if lost else _INTACT).format(lines=lines, reason=error_text(error))
     if "Timed out" in text or "DEADLINE_EXCEEDED" in text:
         return DeadlineExceededError(f"{step}: {what}{describe_processes()}")
     if kind := non_finite_kind(error):
