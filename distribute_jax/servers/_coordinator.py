@@ -116,13 +116,15 @@ class Coordinator:
         """What goes wrong with messages from now on; see ``Order.faults``."""
         _context.register_state_holder(self)
 
-    # Called by the user's thread. ``known`` and ``load`` are those of ``Stored``.
+    # Called by the user's thread.
 
     def known(self, binding: Binding) -> Placement:
+        """Returns the servers of leaves that the updates of earlier steps use."""
         with self._lock:
             return self.state.known(binding)
 
     def load(self, bound: BoundHalves) -> Any:
+        """Stores the state of a new step."""
         with self._lock:
             return self._with_servers(lambda: self.state.program(bound))
 

@@ -20,7 +20,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax import export
 
-from distribute_jax._errors import ArgumentError, LoweringError, ProcessesDifferError
+from distribute_jax._errors import LoweringError, ProcessesDifferError
 from distribute_jax._mesh import DATA, inside_replica, num_replicas
 from distribute_jax._messages import as_numbers, from_numbers
 from distribute_jax.program._jaxprs import (
@@ -150,8 +150,6 @@ def _type_of(selected: Selected) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=weak)
 
 
-_FORMAT = "distribute_jax program 1"
-
 _CALLBACK = """\
 {what} at {where} calls Python in this process, and the step runs in another one, which has none of this \
 program's code. Return the value from the step and print it here, or use engine="threads"."""
@@ -159,8 +157,6 @@ program's code. Return the value from the step and print it here, or use engine=
 _NOT_EXPORTABLE = """\
 A step cannot be sent to another process: {error}
 Steps of engine="threads" stay in this one."""
-
-_NOT_OURS = "These {size} bytes are not a program of distribute_jax."
 
 _VERSIONS = """\
 A step was compiled with JAX {theirs}, and this process has JAX {ours}. Install the same version for the \
@@ -189,7 +185,6 @@ def export_program(part: DeviceProgram, platforms: Sequence[str]) -> bytes:
     except (ValueError, NotImplementedError) as error:
         raise LoweringError(_NOT_EXPORTABLE.format(error=error)) from error
     head = {
-        "format": _FORMAT,
         "jax": jax.__version__,
         "platforms": list(platforms),
         "state": len(part.state),
@@ -204,42 +199,31 @@ def export_program(part: DeviceProgram, platforms: Sequence[str]) -> bytes:
 
 def load_program(data: bytes) -> DeviceProgram:
     """Loads a program from ``export_program``, made with this version of JAX for this platform."""
-    head, _, body = bytes(data).partition(b"\n")
-    try:
-        facts = json.loads(head)
-        theirs, platforms = str(facts["jax"]), tuple(map(str, facts["platforms"]))
-        takes, returns = ([_type(*of) for of in facts[key]] for key in ("takes", "returns"))
-        kept, wanted = tuple(map(int, facts["kept"])), int(facts["wanted"])
-        state, values = tuple(takes[: facts["state"]]), tuple(takes[facts["state"] :])
-        touched = tuple(map(int, facts["touched"]))
-        is_ours = facts["format"] == _FORMAT and bool(platforms) and bool(body)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ArgumentError(_NOT_OURS.format(size=len(data))) from error
-    if not is_ours:
-        raise ArgumentError(_NOT_OURS.format(size=len(data)))
-    if theirs != jax.__version__:
+    head, _, body = data.partition(b"\n")
+    facts = json.loads(head)
+    if (theirs := facts["jax"]) != jax.__version__:
         raise ProcessesDifferError(_VERSIONS.format(theirs=theirs, ours=jax.__version__))
-    ours = export.default_export_platform()
+    platforms, ours = facts["platforms"], export.default_export_platform()
     if ours not in platforms:
         text = _PLATFORMS.format(theirs=", ".join(platforms), ours=ours, first=platforms[0])
         raise ProcessesDifferError(text)
     # Exported.deserialize would need the package flatbuffers: export a program of the same types instead.
+    takes, returns = ([_type(*of) for of in facts[key]] for key in ("takes", "returns"))
     like = jax.jit(lambda *_: [jnp.zeros(aval.shape, aval.dtype) for aval in returns])
     exported = replace(
         export.export(like, platforms=platforms)(*takes),
         mlir_module_serialized=body,
-        module_kept_var_idx=kept,
+        module_kept_var_idx=tuple(facts["kept"]),
     )
-    try:
-        loaded = DeviceProgram(exported.call, state, values, tuple(returns[:wanted]), touched)
-        _ = loaded.compiled  # fails now rather than at the first call
-    except Exception as error:  # a parser may raise anything on damaged bytes
-        raise ArgumentError(_NOT_OURS.format(size=len(data))) from error
+    state, values = tuple(takes[: facts["state"]]), tuple(takes[facts["state"] :])
+    outs, touched = tuple(returns[: facts["wanted"]]), tuple(facts["touched"])
+    loaded = DeviceProgram(exported.call, state, values, outs, touched)
+    _ = loaded.compiled  # now rather than in the first step
     return loaded
 
 
 def _type(shape: Sequence[int], dtype: str) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tuple(map(int, shape)), jnp.dtype(dtype))
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
 def _numbers_of(aval: Any) -> jax.ShapeDtypeStruct:

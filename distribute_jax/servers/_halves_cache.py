@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from flax import nnx
@@ -26,7 +26,6 @@ from distribute_jax.program._options import RunOptions, checked_run_options
 from distribute_jax.program._skipped_steps import StepCounts
 from distribute_jax.program._trace import Call
 from distribute_jax.program._trace_errors import explain_compile_errors, step_name
-from distribute_jax.servers._divide import Placement
 from distribute_jax.servers._halves import Halves, build_halves
 
 _MAX_ENTRIES = 64
@@ -77,16 +76,6 @@ def places(binding: Binding) -> list[tuple[nnx.Variable[Any], int]]:
     return [(variable, i) for variable, raw in pairs for i in range(len(jax.tree.leaves(raw)))]
 
 
-class Stored(Protocol):
-    """The state of a strategy's steps on servers."""
-
-    def known(self, binding: Binding) -> Placement:
-        """Returns the servers of leaves that the updates of earlier steps use."""
-
-    def load(self, bound: BoundHalves) -> Any:
-        """Stores the state of a new step."""
-
-
 @dataclass(eq=False)
 class HalvesCache:
     """The halves of the steps of one strategy."""
@@ -94,7 +83,8 @@ class HalvesCache:
     strategy: Any
     mesh: Mesh
     servers: int
-    stored: Stored
+    stored: Any
+    """The ``Coordinator``, whose servers store the state of the steps."""
     partitioner: Callable[..., Any] | None
     sparse: str | None
     _bound: dict[Any, list[BoundHalves]] = field(default_factory=dict)

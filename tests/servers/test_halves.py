@@ -427,8 +427,8 @@ def test_a_step_that_calls_python_cannot_be_serialized():
         servers.run(step, args=(ONES,))
 
 
-def test_bytes_that_cannot_be_loaded_are_refused():
-    """Each reason has an error: another version, another platform, damaged bytes."""
+def test_programs_that_cannot_run_here_are_refused():
+    """Another version of JAX and another platform have an error each."""
     servers = Servers(1)
     model, optimizer = linear(servers.strategy)
 
@@ -444,6 +444,3 @@ def test_bytes_that_cannot_be_loaded_are_refused():
         load_program(data.replace(ours, b"0.1.2", 1))
     with pytest.raises(dj.ClusterError, match="compiled for tpu, and this process computes on cpu"):
         load_program(data.replace(b'["cpu"]', b'["tpu"]', 1))
-    for damaged in (b"", b"{}", data[:200], data[:-100], b"\x80\x04K\x01." + data):
-        with pytest.raises(dj.ArgumentError, match="are not a program of distribute_jax"):
-            load_program(damaged)
