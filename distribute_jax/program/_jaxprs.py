@@ -256,15 +256,15 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 def equations_before(
     eqns: Sequence[Any],
     atoms: Iterable[Any],
-    narrowed: Callable[[Any, set[Any]], Any] = lambda eqn, needed: eqn,
+    part_of: Callable[[Any, set[Any]], Any] = lambda eqn, needed: eqn,
 ) -> list[Any]:
     """Returns the equations that some values depend on.
 
-    ``narrowed`` returns an equation that computes only what is needed, or None to leave it out.
+    ``part_of`` returns an equation that computes only what is needed, or None to leave it out.
     """
     needed, before = set(variables(atoms)), list[Any]()
     for eqn in reversed(eqns):
-        if not needed.isdisjoint(eqn.outvars) and (part := narrowed(eqn, needed)) is not None:
+        if not needed.isdisjoint(eqn.outvars) and (part := part_of(eqn, needed)) is not None:
             before.append(part)
             needed.update(variables(part.invars))
     return before[::-1]
@@ -417,12 +417,16 @@ def is_jit_of_collectives(eqn: Any) -> bool:
     return name(eqn) == "jit" and any(names_axis(e, DATA) for e in with_inner(eqn))
 
 
-def narrowed_cond(eqn: Any, outs: Sequence[int]) -> Any:
-    """Returns a cond that computes only some of its outputs, and reads only what they need.
+def narrowed(eqn: Any, outs: Sequence[int]) -> Any:
+    """Returns a cond or a jit that computes only some of its outputs, and reads only what they need.
 
-    The ``shared_scalars`` of its branches are added as outputs.
+    The ``shared_scalars`` of its bodies are added as outputs.
     """
-    bodies = eqn.params["branches"]
+    params = dict(eqn.params)
+    bodies = params.get("branches") or (params["jaxpr"],)
+    before = len(eqn.invars) - len(
+        open_jaxpr(bodies[0]).invars
+    )  # of a cond, the index of its branch
     parts = [needed_only(open_jaxpr(body), outs) for body in bodies]
     reads = sorted(set().union(*(reads for _, reads in parts)))
     numbers = [
@@ -430,7 +434,7 @@ def narrowed_cond(eqn: Any, outs: Sequence[int]) -> Any:
         for branch, (body, (part, _)) in enumerate(zip(bodies, parts, strict=True))
         for v in shared_scalars(part.eqns, open_jaxpr(body))
     ]
-    branches = tuple(
+    narrow = tuple(
         ClosedJaxpr(
             jaxpr.replace(
                 invars=[jaxpr.invars[i] for i in reads],
@@ -440,10 +444,15 @@ def narrowed_cond(eqn: Any, outs: Sequence[int]) -> Any:
         )
         for i, (body, (jaxpr, _)) in enumerate(zip(bodies, parts, strict=True))
     )
+    params |= {"branches": narrow} if "branches" in params else {"jaxpr": narrow[0]}
+    for key in {"donated_invars", "in_shardings", "in_layouts"} & params.keys():
+        params[key] = tuple(params[key][i] for i in reads)
+    for key in {"out_shardings", "out_layouts"} & params.keys():
+        params[key] = tuple(params[key][i] for i in (*outs, *[0] * len(numbers)))
     return eqn.replace(
-        invars=[eqn.invars[0], *(eqn.invars[1 + i] for i in reads)],
+        invars=[*eqn.invars[:before], *(eqn.invars[before + i] for i in reads)],
         outvars=[*(eqn.outvars[i] for i in outs), *(jex_core.Var(v.aval) for _, v in numbers)],
-        params={**eqn.params, "branches": branches},
+        params=params,
     )
 
 
@@ -466,34 +475,13 @@ def _zero(v: Any) -> Any:
 def needed_only(jaxpr: Any, outs: Sequence[int]) -> tuple[Any, set[int]]:
     """Returns a jaxpr with only some outputs, without dead code, and which inputs it still needs."""
 
-    def narrowed(eqn: Any, needed: set[Any]) -> Any:
-        kept = tuple(i for i, v in enumerate(eqn.outvars) if v in needed)
-        narrow = _NARROWED.get(eqn.primitive.name) if len(kept) < len(eqn.outvars) else None
-        return narrow(eqn, kept) if narrow else eqn
+    def part_of(eqn: Any, needed: set[Any]) -> Any:
+        kept = [i for i, v in enumerate(eqn.outvars) if v in needed]
+        is_part = len(kept) < len(eqn.outvars) and eqn.primitive.name in {"cond", "jit"}
+        return narrowed(eqn, kept) if is_part else eqn
 
     atoms = [jaxpr.outvars[i] for i in outs]
-    eqns = equations_before(jaxpr.eqns, atoms, narrowed)
+    eqns = equations_before(jaxpr.eqns, atoms, part_of)
     needed = set(variables([*inputs_of(eqns), *atoms]))
     reads = {i for i, v in enumerate(jaxpr.invars) if v in needed}
     return jaxpr.replace(outvars=atoms, eqns=eqns), reads
-
-
-def _narrowed_jit(eqn: Any, outs: Sequence[int]) -> Any:
-    """Does for a call of a jitted function what ``narrowed_cond`` does for a cond."""
-    body, params = eqn.params["jaxpr"], dict(eqn.params)
-    part, needed = needed_only(open_jaxpr(body), outs)
-    reads, numbers = sorted(needed), shared_scalars(part.eqns, open_jaxpr(body))
-    for key in {"donated_invars", "in_shardings", "in_layouts"} & params.keys():
-        params[key] = tuple(params[key][i] for i in reads)
-    for key in {"out_shardings", "out_layouts"} & params.keys():
-        params[key] = tuple(params[key][i] for i in (*outs, *[0] * len(numbers)))
-    part = part.replace(invars=[part.invars[i] for i in reads], outvars=[*part.outvars, *numbers])
-    params["jaxpr"] = ClosedJaxpr(part, body.consts)
-    return eqn.replace(
-        invars=[eqn.invars[i] for i in reads],
-        outvars=[*(eqn.outvars[i] for i in outs), *(jex_core.Var(v.aval) for v in numbers)],
-        params=params,
-    )
-
-
-_NARROWED = {"cond": narrowed_cond, "jit": _narrowed_jit}

@@ -21,7 +21,7 @@ from distribute_jax.program._jaxprs import (
     inputs_of,
     is_literal,
     line,
-    narrowed_cond,
+    narrowed,
     open_jaxpr,
     outputs_of,
     variables,
@@ -190,10 +190,10 @@ class Update:
     ) -> list[Any]:
         """Returns the equations that some values depend on, among those that ``includes`` selects."""
 
-        def narrowed(eqn: Any, needed: set[Any]) -> Any:
+        def part_of(eqn: Any, needed: set[Any]) -> Any:
             return self._narrowed(eqn, needed) if includes(eqn) else None
 
-        return equations_before(self.jaxpr.eqns, atoms, narrowed)
+        return equations_before(self.jaxpr.eqns, atoms, part_of)
 
     def _narrowed(self, eqn: Any, needed: set[Any]) -> Any:
         """Returns a condition without results that are not needed."""
@@ -201,7 +201,7 @@ class Update:
         if not is_plain_cond(eqn) or len(outs) == len(eqn.outvars):
             return eqn
         if (id(eqn), outs) not in self._narrow:
-            self._narrow[id(eqn), outs] = narrow = narrowed_cond(eqn, outs)
+            self._narrow[id(eqn), outs] = narrow = narrowed(eqn, outs)
             self._whole_cond_id[id(narrow)] = id(eqn)
         return self._narrow[id(eqn), outs]
 
