@@ -233,20 +233,17 @@ def swapped_state(
 
     Arrays for which it remains to be proved that they are unchanged are appended to ``rebuilt``.
     """
-    before = read_raw(variables)
-    tables = [(node, vars(node), dict(vars(node))) for node in nodes]
-    with owned_by_current_trace(variables, nodes), readable_by_other_threads(variables, before):
+    before, attributes = read_raw(variables), copy_contents(map(vars, nodes))
+    with (
+        owned_by_current_trace(variables, nodes), readable_by_other_threads(variables, before),
+        contents_restored_on_error(attributes),
+    ):  # fmt: skip
         try:
             write_raw(variables, raws)
             yield
-        except BaseException:
-            for _, table, old in tables:
-                table.clear()
-                table.update(old)
-            raise
         finally:
             write_raw(variables, before)
-    for node, table, old in tables:
+    for node, (table, old) in zip(nodes, attributes, strict=True):
         _restore(node, table, old, rebuilt)
 
 
