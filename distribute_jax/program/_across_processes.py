@@ -80,7 +80,6 @@ def _facts(
     )
     on_host = map(_on_host, filter(_is_complete_here, arguments_of_all))
     small = (host for host in on_host if host.nbytes <= _MAX_COMPARED_BYTES)
-    arrays = (v.global_array if isinstance(v, PerReplica) else v for v in arguments.data)
     config: Any = jax.config
     return {
         "step": step,
@@ -88,7 +87,7 @@ def _facts(
         "sharded state": ", ".join(f"{s.spec}" for s in shardings if s) or "none",
         # It changes the bits of random keys, and not the traced program.
         "jax_threefry_partitionable": f"{config.jax_threefry_partitionable}",
-        "shapes of the data": ", ".join(map(_kind, arrays)),
+        "shapes of the data": ", ".join(map(_kind, arguments.arrays)),
         "values passed": _digest(small)[:12],
         "XLA_FLAGS": " ".join(sorted(xla_flags(os.environ))),
         "program": hashlib.sha256(text.encode()).hexdigest()[:12],

@@ -6,6 +6,7 @@ import enum
 import functools
 import inspect
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,8 +97,18 @@ class Arguments:
     @property
     def names(self) -> list[str]:
         """The path of every leaf, as in ``args[0]['image']``."""
-        tree = jax.tree.unflatten(self.treedef, list(range(len(self.leaves))))
+        tree = self.unflatten(range(len(self.leaves)))
         return [argument_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+    @property
+    def arrays(self) -> list[Any]:
+        """``data``, with the array of each ``PerReplica``, as compiled programs take it."""
+        return [x.program_input if isinstance(x, PerReplica) else x for x in self.data]
+
+    def unflatten(self, leaves: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns ``(args, kwargs)`` with these leaves."""
+        args, kwargs = jax.tree.unflatten(self.treedef, leaves)
+        return args, kwargs
 
     def names_of(self, kind: str) -> list[str]:
         """The paths of the leaves of one kind."""
@@ -161,8 +172,7 @@ def full_batch(arguments: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
         full(leaf) if isinstance(leaf, PerReplica) and leaf.counts else leaf
         for leaf in arguments.leaves
     ]
-    args, kwargs = jax.tree.unflatten(arguments.treedef, leaves)
-    return args, kwargs
+    return arguments.unflatten(leaves)
 
 
 class RepeatedArguments:

@@ -106,7 +106,7 @@ class ProgramCache:
         """Notes a call without anything to check or to log before its program runs again."""
         arguments, verified = request.arguments, entry.program.verified
         if arguments.is_repeatable and request.options.verify in verified and not entry.call_log:
-            args, kwargs = jax.tree.unflatten(arguments.treedef, arguments.leaves)
+            args, kwargs = arguments.unflatten(arguments.leaves)
             repeated = RepeatedArguments(args, kwargs, arguments.batches)
             self._repeatable[request.lookup_key[0]] = entry, request.options, repeated
 

@@ -103,8 +103,7 @@ class BoundProgram:
 
     def flat_inputs(self, values: Sequence[Any], arguments: Arguments) -> list[Any]:
         """Returns state, captured arrays, data and counts in the order of the program's inputs."""
-        data = [v.program_input if type(v) is PerReplica else v for v in arguments.data]
-        flat = self.flat_state(values, data, arguments.batches)
+        flat = self.flat_state(values, arguments.arrays, arguments.batches)
         if arguments.counts is not None:
             flat.append(program_input(np.asarray(arguments.counts, np.int32), self.program.mesh))
         return flat
@@ -319,9 +318,8 @@ class BoundProgram:
 
     def with_data(self, flat: list[Any], arguments: Arguments) -> list[Any]:
         """Returns the flat inputs with other data."""
-        new = [v.program_input if isinstance(v, PerReplica) else v for v in arguments.data]
         end = len(flat) - self.program.traced.sizes[3]
-        return [*flat[: end - len(new)], *new, *flat[end:]]
+        return [*flat[: end - len(arguments.data)], *arguments.arrays, *flat[end:]]
 
     def output_names(self) -> list[str]:
         """Returns the names of all outputs: the state in the user's words, then the results."""

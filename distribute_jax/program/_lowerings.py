@@ -242,7 +242,7 @@ def flat_step(
 def _input_avals(call: Call, arrays: Sequence[Any]) -> list[Any]:
     values: list[Any] = [global_value(v, call.mesh) for v in call.binding.variables]
     values += arrays
-    values += [v.global_array if isinstance(v, PerReplica) else v for v in call.arguments.data]
+    values += call.arguments.arrays
     avals: list[Any] = jax.tree.leaves([abstract(value) for value in values])
     if call.arguments.counts is not None:
         avals.append(jax.ShapeDtypeStruct((num_replicas(call.mesh),), jnp.int32))
@@ -284,13 +284,13 @@ Compiled = Callable[..., list[Any]]
 Compile = Callable[[FlatStep], Compiled]
 
 
-def compile_for_mesh(step: FlatStep, all_replicas: Compiled) -> Compiled:
-    """Compiles a function of global arrays; XLA partitions all that is not in a ``shard_map``."""
+def compile_for_mesh(step: FlatStep) -> Compiled:
+    """Compiles a step that is a function of global arrays; XLA partitions all outside of a ``shard_map``."""
     options = _compiler_options(step)
     in_shardings = step.shardings.in_shardings(step.mesh)
     out_shardings = step.shardings.out_shardings(step.mesh)
     jitted = jax.jit(
-        _with_moves(all_replicas, in_shardings, out_shardings),
+        _with_moves(step.function, in_shardings, out_shardings),
         in_shardings=in_shardings,
         out_shardings=out_shardings,
         donate_argnums=tuple(step.donated),
@@ -348,7 +348,7 @@ def _check_exchanges(step: FlatStep, compiled: Any) -> None:
 def compile_shard_map(step: FlatStep) -> Compiled:
     """Compiles a step of one replica for the mesh, as a function of flat global arrays."""
     if step.mesh.shape[DATA] == 1:
-        return compile_for_mesh(step, _one_replica(step))
+        return compile_for_mesh(replace(step, function=_one_replica(step)))
     mapped = jax.shard_map(
         step.function,
         mesh=step.mesh,
@@ -357,7 +357,7 @@ def compile_shard_map(step: FlatStep) -> Compiled:
         axis_names=manual_axes(step.mesh),
         check_vma=False,
     )
-    return compile_for_mesh(step, mapped)
+    return compile_for_mesh(replace(step, function=mapped))
 
 
 def _compiler_options(step: FlatStep) -> dict[str, bool | str] | None:

@@ -137,5 +137,5 @@ def run_scanned(
             program.scanned[steps] = _compile(program, steps)
     flat = entry.flat_inputs(values, arguments[0])
     for more in arguments[1:]:
-        flat += [v.program_input if isinstance(v, PerReplica) else v for v in more.data]
+        flat += more.arrays
     return entry.execute(flat, program.scanned[steps])

@@ -30,6 +30,7 @@ from distribute_jax.program._lowerings import (
     Compile,
     FlatStep,
     by_equation,
+    compile_for_mesh,
     flat_step,
     in_one_equation,
     returned_arguments,
@@ -40,7 +41,7 @@ from distribute_jax.program._placement import ParameterDevice, Replicas, data_di
 from distribute_jax.program._plan import Plan, plan
 from distribute_jax.program._replica_scan import ReplicaScan, scan_replicas
 from distribute_jax.program._results import Results
-from distribute_jax.program._sharded_update import SplitStep, compile_global, lower_split
+from distribute_jax.program._sharded_update import SplitStep, lower_split
 from distribute_jax.program._state_placement import on_parameter_device
 from distribute_jax.program._trace import Call, Traced, trace
 
@@ -182,7 +183,8 @@ def build(
         compile_ = on_parameter_device(compile_, replicas.parameter_device)
     _check_callbacks(traced, call.mesh, replicas.state_mesh if shares else call.mesh)
     if shares:
-        step, compile_ = lower_split(step, ReplicaScan if several else SplitStep), compile_global
+        step = lower_split(step, ReplicaScan if several else SplitStep)
+        compile_ = compile_for_mesh
     elif several:
         step = scan_replicas(step)
     has_token = len(step.shardings.mirrored) == step.shardings.state

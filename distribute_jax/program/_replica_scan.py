@@ -48,7 +48,6 @@ from distribute_jax.program._sharded_update import (
     BoundaryValue,
     SplitStep,
     draws_by_shape,
-    split_in,
     traced,
 )
 
@@ -78,7 +77,7 @@ class Stacked(NamedTuple):
 
 def scan_replicas(step: FlatStep) -> FlatStep:
     """Returns a step of one device that runs its replicas one after the other."""
-    halves = split_in(ReplicaScan, step, traced(step), {}, {})
+    halves = ReplicaScan.of(step, traced(step), {}, {})
 
     def on_device(*inputs: Any) -> list[Any]:
         return halves.second(inputs, halves.first([inputs[i] for i in halves.reads]), {})

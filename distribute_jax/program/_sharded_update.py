@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -48,17 +48,10 @@ from distribute_jax.program._jaxprs import (
     variables,
     with_inner,
 )
-from distribute_jax.program._lowerings import Compiled, FlatStep, compile_for_mesh
+from distribute_jax.program._lowerings import FlatStep
 from distribute_jax.program._placement import share_sharding, share_spec
 from distribute_jax.program._replication import MIRRORED, Mark, ReplicationWalk
 from distribute_jax.program._walk import Marked
-
-_S = TypeVar("_S", bound="SplitStep")
-
-
-def compile_global(step: FlatStep) -> Compiled:
-    """Compiles a step that is a function of global arrays already."""
-    return compile_for_mesh(step, step.function)
 
 
 def lower_split(step: FlatStep, split: type[SplitStep]) -> FlatStep:
@@ -76,7 +69,7 @@ def lower_split(step: FlatStep, split: type[SplitStep]) -> FlatStep:
     }
     shares = {i: ShareSpec.of(to, step.avals[i].ndim) for i, to in shardings.sharded_in.items()}
     results = {i: ShareSpec.of(to, outs[i].ndim) for i, to in stored.items()}
-    halves = split_in(split, step, body, shares, results)
+    halves = split.of(step, body, shares, results)
     dims = [0 if shardings.split[i] else _dim(shares.get(i)) for i in halves.reads]
     first: Callable[..., Any] = jax.shard_map(
         lambda *inputs: halves.first(inputs),
@@ -127,19 +120,6 @@ def _copies_of_groups(array: Any, spec: ShareSpec | None, mesh: Mesh, *, back: b
 
 def _dim(spec: ShareSpec | None) -> int | None:
     return None if spec is None else spec.dim
-
-
-def split_in(
-    kind: type[_S],
-    step: FlatStep,
-    body: Any,
-    shares: Mapping[int, ShareSpec | None],
-    results: Mapping[int, ShareSpec | None],
-) -> _S:
-    """Splits a traced step."""
-    mirrored, differs = step.shardings.mirrored, frozenset({"a divided input"})
-    marks = [differs if split else MIRRORED for split in step.shardings.split]
-    return kind(body, marks, mirrored, step.mesh, shares, results, step.reshard_after_forward)
 
 
 def traced(step: FlatStep, opens: Callable[[Any], bool] = is_jit_of_collectives) -> Any:
@@ -217,6 +197,19 @@ class SplitStep:
         read = {v for eqn in first for v in variables(eqn.invars)} | self._needed | set(self.passed)
         self.reads = [i for i, v in enumerate(self.jaxpr.invars) if v in read]
         """The inputs that the first half takes."""
+
+    @classmethod
+    def of(
+        cls,
+        step: FlatStep,
+        body: Any,
+        shares: Mapping[int, ShareSpec | None],
+        results: Mapping[int, ShareSpec | None],
+    ) -> Self:
+        """Splits a step, of which ``body`` is the trace."""
+        mirrored, differs = step.shardings.mirrored, frozenset({"a divided input"})
+        marks = [differs if split else MIRRORED for split in step.shardings.split]
+        return cls(body, marks, mirrored, step.mesh, shares, results, step.reshard_after_forward)
 
     def _sort(self, marked: Sequence[Marked]) -> None:
         """Assigns equations to the halves, last to first, so that the first has only what a replica needs.

@@ -246,7 +246,11 @@ class _Recorder:
             before = per_replica_keys(binding.variables, nodes, num_replicas(call.mesh))
             created = stack.enter_context(record_created())
             attributes = [set(vars(node)) for node in nodes]
-            args, kwargs = self._arguments(data)
+            values, arguments = iter(data), call.arguments
+            kinds = zip(arguments.leaves, arguments.kinds, strict=True)
+            args, kwargs = arguments.unflatten(
+                next(values) if kind == "data" else leaf for leaf, kind in kinds
+            )
             result = call.fn(*args, **kwargs)
             self._log_lost_changes(data, (args, kwargs), result)
             if surviving := surviving_variables(call, created):
@@ -316,16 +320,6 @@ class _Recorder:
         if lost:
             step = step_name(self.call.fn)
             log_once(_LOST, step, ", ".join(lost[:4]), about=(step, *lost))
-
-    def _arguments(self, data: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-        arguments = self.call.arguments
-        values = iter(data)
-        leaves = [
-            next(values) if kind == "data" else leaf
-            for kind, leaf in zip(arguments.kinds, arguments.leaves, strict=True)
-        ]
-        args, kwargs = jax.tree.unflatten(arguments.treedef, leaves)
-        return args, kwargs
 
     def traced(self, jaxpr: ClosedJaxpr, inputs: tuple[list[Any], ...]) -> Traced:
         binding, arguments = self.call.binding, self.call.arguments

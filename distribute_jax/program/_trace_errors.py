@@ -257,7 +257,7 @@ def _foreign_caller(error: Exception) -> str:
 
 def _argument_hints(call: Any, error: Exception) -> Iterator[str]:
     """Yields what is wrong with args: they do not fit the signature, or are divided as for ``pmap``."""
-    args, kwargs = jax.tree.unflatten(call.arguments.treedef, call.arguments.leaves)
+    args, kwargs = call.arguments.unflatten(call.arguments.leaves)
     if isinstance(error, TypeError) and not takes(call.fn, *args, **kwargs):
         yield (
             f"strategy.run called {step_name(call.fn)} with {len(args)} values in args, {len(kwargs)} in "
