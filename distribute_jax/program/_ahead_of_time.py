@@ -38,7 +38,7 @@ from distribute_jax.program._hlo import Collective, collectives_of
 from distribute_jax.program._lowerings import AheadOfTime
 from distribute_jax.program._options import RunOptions
 from distribute_jax.program._placement import PlacedLeaf, Replicas, data_dim
-from distribute_jax.program._program import Program, build
+from distribute_jax.program._program import build
 from distribute_jax.program._state_placement import check_arrays
 from distribute_jax.program._trace import Call, StandIn, abstract, created_again_error, global_value
 from distribute_jax.program._trace_errors import explain_compile_errors, step_name
@@ -277,7 +277,7 @@ def plan_step(
                     raise created_again_error(program.traced.created)
                 _give_shapes(program.traced.created, number)
                 binding = Binding(fn, arguments)
-            return _planned(strategy, call, program, ahead, abstract_replicas)
+            return _planned(strategy, call, ahead, abstract_replicas)
     finally:
         restore(contents)
 
@@ -311,9 +311,7 @@ def _give_shapes(created: Sequence[nnx.Variable[Any]], number: int) -> None:
         write_raw([variable], [raw])
 
 
-def _planned(
-    strategy: Any, call: Call, program: Program, ahead: AheadOfTime, replicas: Replicas
-) -> StepPlan:
+def _planned(strategy: Any, call: Call, ahead: AheadOfTime, replicas: Replicas) -> StepPlan:
     binding = call.binding
     placements = replicas.rows(binding.variables, binding.paths())
     rows = iter(placements)

@@ -86,6 +86,7 @@ class Binding:
         self.alive = True
         self.on_release: list[Callable[[], None]] = []
         self.model_ids = {id(v) for v in values if isinstance(v, (nnx.Pytree, nnx.Variable))}
+        """The modules and variables among the roots."""
         self._roots = [_weak(values[i], weakref.ref(self)) for i in compared]
         # The lists of the guard would keep a root alive that is also in them.
         root_ids = set(self._root_ids)
@@ -137,10 +138,6 @@ class Binding:
         """True if these variables and captured arrays are this binding's, in the same order."""
         now = [*self.variables, *self.captured_arrays()]
         return list(map(id, now)) == list(map(id, [*variables, *arrays]))
-
-    def shares_roots(self, other: Binding) -> bool:
-        """True if both reach the same module or variable directly."""
-        return bool(self.model_ids & other.model_ids)
 
     def owners(self) -> tuple[weakref.ref[Any], ...]:
         """Returns the modules among the roots; without them the step cannot run again."""

@@ -269,7 +269,7 @@ def _replaces(new: BoundProgram, old: BoundProgram) -> bool:
     """True if an entry would keep alive parts of a model that were replaced since."""
     if list(map(id, old.binding.variables)) == list(map(id, new.binding.variables)):
         return old.program is new.program
-    return old.binding.shares_roots(new.binding)
+    return bool(old.binding.model_ids & new.binding.model_ids)
 
 
 _WARN_AT = 5

@@ -434,11 +434,12 @@ def narrowed(eqn: Any, outs: Sequence[int]) -> Any:
         for branch, (body, (part, _)) in enumerate(zip(bodies, parts, strict=True))
         for v in shared_scalars(part.eqns, open_jaxpr(body))
     ]
+    zeros = {v: jex_core.Literal(np.zeros((), v.aval.dtype), v.aval) for _, v in numbers}
     narrow = tuple(
         ClosedJaxpr(
             jaxpr.replace(
                 invars=[jaxpr.invars[i] for i in reads],
-                outvars=[*jaxpr.outvars, *(v if of == i else _zero(v) for of, v in numbers)],
+                outvars=[*jaxpr.outvars, *(v if of == i else zeros[v] for of, v in numbers)],
             ),
             getattr(body, "consts", ()),
         )
@@ -466,10 +467,6 @@ def shared_scalars(eqns: Sequence[Any], jaxpr: Any) -> list[Any]:
     computed = outputs_of(jaxpr.eqns)
     of_conds = [v for eqn in eqns for v in eqn.outvars if v not in computed]
     return [*(v for v, n in here.items() if v.aval.shape == () and n < all_[v]), *of_conds]
-
-
-def _zero(v: Any) -> Any:
-    return jex_core.Literal(np.zeros((), v.aval.dtype), v.aval)
 
 
 def needed_only(jaxpr: Any, outs: Sequence[int]) -> tuple[Any, set[int]]:

@@ -57,7 +57,7 @@ def place_state(
             moved.append((name, leaves))
     write_raw(binding.variables, placed)
     if moved and warn and num_replicas(mesh) > 1:
-        _warn(moved, mesh, replicas.parameter_device)
+        _warn(moved, replicas.parameter_device)
 
 
 def _is_placed(leaf: Any, to: Sharding | None) -> bool:
@@ -87,9 +87,7 @@ def fresh_copy(leaf: jax.Array) -> jax.Array:
         return jnp.copy(leaf)
 
 
-def _warn(
-    moved: Sequence[tuple[str, list[Any]]], mesh: Mesh, parameter_device: ParameterDevice | None
-) -> None:
+def _warn(moved: Sequence[tuple[str, list[Any]]], parameter_device: ParameterDevice | None) -> None:
     """Warns of state that was stored on other devices; another memory of the right device is fine."""
     sharded, outside = [], []
     device = None if parameter_device is None else parameter_device.device

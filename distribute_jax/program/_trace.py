@@ -132,8 +132,10 @@ def abstract(value: Any) -> Any:
     def one(leaf: Any) -> Any:
         if isinstance(leaf, (bool, int, float, complex)):
             return leaf
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        dtype = leaf.dtype if is_key else jax.dtypes.canonicalize_dtype(leaf.dtype)
         weak = getattr(leaf, "weak_type", False)
-        return jax.ShapeDtypeStruct(jnp.shape(leaf), _dtype(leaf), weak_type=weak)
+        return jax.ShapeDtypeStruct(jnp.shape(leaf), dtype, weak_type=weak)
 
     return jax.tree.map(one, value)
 
@@ -150,12 +152,6 @@ def value_on_replica(variable: nnx.Variable[Any]) -> Any:
     """Returns the abstract raw value of a variable as one replica sees it."""
     raw = abstract(variable.get_raw_value())
     return jax.ShapeDtypeStruct(raw.shape[1:], raw.dtype) if keeps_own_values(variable) else raw
-
-
-def _dtype(leaf: Any) -> Any:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return leaf.dtype
-    return jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
 # JAX caches the trace of a function that a step calls, such as a jit. The replica context, which the function

@@ -376,9 +376,6 @@ class Update:
     def _of_state(self, eqn: Any) -> bool:
         return id(eqn) in self._on_servers
 
-    def _from_data_alone(self, v: Any) -> bool:
-        return v in self._from_data and v not in self._from_state and v not in self._from_sums
-
     def _equations_of_worker(self, stored: Sequence[set[int]], results: Sequence[Any]) -> set[int]:
         """Returns the equations that depend on gradients alone and that the worker runs for all servers."""
         outputs = self.state.outputs
@@ -386,12 +383,13 @@ class Update:
             self.slice(atoms, self._of_state)
             for atoms in (*([v for k, v in outputs.items() if k in of] for of in stored), results)
         ]
+        data_alone = self._from_data - self._from_state - self._from_sums
         counts = Counter(
             self._id(eqn)
             for eqns in slices
             for eqn in eqns
             # Each server computes its rows.
-            if self._from_data_alone(eqn.outvars[0]) and self._id(eqn) not in self._by_rows
+            if eqn.outvars[0] in data_alone and self._id(eqn) not in self._by_rows
         )
         always = self.first.union(map(self._id, slices[-1]))
         return {i for i, number in counts.items() if number > 1 or i in always}
