@@ -304,7 +304,7 @@ class BoundProgram:
         if self.program.parameter_device is not None:
             return flat  # the program moves them itself
         shardings = self.program.step.shardings.in_shardings(self.program.mesh)
-        size = self.program.traced.sizes[2]
+        size = self.program.traced.sizes.data
         # A program of several steps takes the data of one step after the other.
         more = (len(flat) - len(shardings)) // size if size else 0
         wanted = (*shardings, *(shardings[len(shardings) - size :] * more))
@@ -318,7 +318,7 @@ class BoundProgram:
 
     def with_data(self, flat: list[Any], arguments: Arguments) -> list[Any]:
         """Returns the flat inputs with other data."""
-        end = len(flat) - self.program.traced.sizes[3]
+        end = len(flat) - self.program.traced.sizes.counts
         return [*flat[: end - len(arguments.data)], *arguments.arrays, *flat[end:]]
 
     def output_names(self) -> list[str]:

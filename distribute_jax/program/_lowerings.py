@@ -89,7 +89,6 @@ class StepShardings:
 def _step_shardings(
     call: Call, traced: Traced, plan: Plan, kept: Sequence[NamedSharding | None]
 ) -> StepShardings:
-    _, arrays, _, counts = traced.sizes
     components = [
         keeps_own_values(variable)
         for variable in call.binding.variables
@@ -99,12 +98,12 @@ def _step_shardings(
     stacked = [
         b and v.layout is Layout.STACKED for b, v in zip(batch, call.arguments.data, strict=True)
     ]
-    unsplit, unsplit_counts = [False] * arrays, [False] * counts
+    arrays, counts = [False] * traced.sizes.arrays, [False] * traced.sizes.counts
     sharded = {i: s for i, s in enumerate(kept) if s is not None}
     ins, outs = traced.jaxpr.jaxpr.invars, traced.jaxpr.jaxpr.outvars
     return StepShardings(
-        stacked=(*components, *unsplit, *stacked, *unsplit_counts),
-        split=(*components, *unsplit, *batch, *unsplit_counts),
+        stacked=(*components, *arrays, *stacked, *counts),
+        split=(*components, *arrays, *batch, *counts),
         mirrored=(*(rule is not Combine.OWN for rule in plan.combine), *plan.mirrored),
         state=len(plan.combine),
         sharded_in=sharded,
@@ -118,7 +117,7 @@ def _step_shardings(
 
 def returned_arguments(call: Call, traced: Traced) -> Iterator[tuple[int, int]]:
     """Yields pairs of an output that is the new value of an argument, and its input."""
-    results, data = len(traced.old_inputs), sum(traced.sizes[:2])
+    results, data = len(traced.old_inputs), traced.sizes.first_data
     kinds, variables = call.arguments.kinds, map(id, call.binding.variables)
     starts = dict(zip(variables, itertools.pairwise(traced.input_starts), strict=True))
     for part in model_shaped(call, traced):
@@ -204,7 +203,7 @@ def flat_step(
     ]
     position = {i: at for at, i in enumerate(order)}
     # Captured arrays that cannot be replaced in place are constants of the trace: read them as inputs.
-    array_at = {id(array): traced.sizes[0] + i for i, array in enumerate(arrays)}
+    array_at = {id(array): traced.sizes.state + i for i, array in enumerate(arrays)}
 
     def step(*flat: jax.Array) -> list[jax.Array]:
         # Inputs that the program does not read only need a value of the right type.

@@ -62,7 +62,7 @@ def can_scan(arguments: Sequence[Arguments], steps: int) -> bool:
 def _compile(program: Program, steps: int) -> Compiled:
     """Compiles k steps of a program into one."""
     step, state = program.step, len(program.traced.old_inputs)
-    size = program.traced.sizes[2]
+    size = program.traced.sizes.data
     fixed = len(program.order) - size
 
     def many(*flat: jax.Array) -> list[jax.Array]:

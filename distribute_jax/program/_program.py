@@ -161,7 +161,7 @@ def build(
     traced = traced or trace(call)
     decided = plan(call, traced, options)
     sharded = replicas.shardings(call.binding.variables, call.binding.paths)
-    sharded = (*sharded, *(None,) * traced.sizes[1], *call.arguments.shardings)
+    sharded = (*sharded, *(None,) * traced.sizes.arrays, *call.arguments.shardings)
     shares = any(to is not None and data_dim(to.spec) is not None for to in sharded)
     several = replicas_per_device(call.mesh) > 1
     order, read_only, read_arrays = input_order(traced)
@@ -226,7 +226,7 @@ Plan a step that takes in args what it returns; jax.debug.callback can be planne
 
 def _log_replicated_arguments(call: Call, traced: Traced, mesh: Mesh) -> None:
     """Logs replicated state among the arguments that could be sharded over the replicas."""
-    first = sum(traced.sizes[:2])
+    first = traced.sizes.first_data
     shardings = (*call.arguments.shardings, *(None,) * len(call.arguments.data))
     replicated = {
         i: traced.input_names[i]
@@ -250,18 +250,16 @@ def input_order(traced: Traced) -> tuple[tuple[int, ...], tuple[int, ...], tuple
 
     Written variables come first, then those that are only read, arrays, data and counts.
     """
-    jaxpr = traced.jaxpr.jaxpr
+    jaxpr, sizes, written = traced.jaxpr.jaxpr, traced.sizes, set(traced.written)
     read_or_returned = set(variables([*inputs_of(jaxpr.eqns), *jaxpr.outvars]))
     used = [v in read_or_returned for v in jaxpr.invars]
-    written, first_array = set(traced.written), traced.sizes[0]
-    first_data = first_array + traced.sizes[1]
     others = (i for i in range(len(traced.input_starts) - 1) if i not in written)
     read_only = tuple(i for i in others if any(used[k] for k in traced.inputs_of(i)))
     read_arrays = tuple(
-        i for i in range(traced.sizes[1]) if used[first_array + i] or i in traced.constant_arrays
+        i for i in range(sizes.arrays) if used[sizes.state + i] or i in traced.constant_arrays
     )
     state = [k for i in (*traced.written, *read_only) for k in traced.inputs_of(i)]
-    order = (*state, *(first_array + i for i in read_arrays), *range(first_data, len(used)))
+    order = (*state, *(sizes.state + i for i in read_arrays), *range(sizes.first_data, len(used)))
     return order, read_only, read_arrays
 
 
@@ -275,7 +273,7 @@ def _can_donate(traced: Traced) -> bool:
 def _donated_arguments(call: Call, traced: Traced, step: FlatStep) -> list[int]:
     """Returns the inputs that are mirrored arrays in the arguments."""
     data = call.arguments.data
-    first = len(step.avals) - traced.sizes[3] - len(data)
+    first = len(step.avals) - traced.sizes.counts - len(data)
     return [
         at
         for at, value in enumerate(data, first)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate, count
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex_core
@@ -48,6 +48,23 @@ The step changes the number of arrays of the variable {name} from {old} to {new}
 it. Give the variable all its arrays before the first step, as zeros, or return them from the step."""
 
 
+class InputSizes(NamedTuple):
+    """Numbers of the flat inputs of a step, which come in this order."""
+
+    state: int
+    """Arrays of variables."""
+    arrays: int
+    """Captured arrays."""
+    data: int
+    counts: int
+    """1 if a batch is padded."""
+
+    @property
+    def first_data(self) -> int:
+        """The index of the first input that is data."""
+        return self.state + self.arrays
+
+
 @dataclass(frozen=True, eq=False)
 class Traced:
     """A step as a jaxpr over flat arrays, and the meaning of its inputs and outputs."""
@@ -63,8 +80,7 @@ class Traced:
     """What the function returned; its arrays are the remaining outputs."""
     input_names: tuple[str, ...]
     """The origin of each flat input, in the user's words."""
-    sizes: tuple[int, int, int, int]
-    """Numbers of flat inputs: variables, captured arrays, data, counts."""
+    sizes: InputSizes
     written_trees: tuple[Any, ...]
     """Structure of the new value of each written variable."""
     constant_arrays: frozenset[int]
@@ -182,7 +198,7 @@ _MAX_COMPARED_BYTES = 256 * 2**20
 def is_comparable_size(call: Call, traced: Traced) -> bool:
     """False for a step too large for ``verify="auto"``: its state, or its batch on several processes."""
     is_batch = [isinstance(value, PerReplica) for value in call.arguments.data]
-    start, state, batch = sum(traced.sizes[:2]), 0, 0
+    start, state, batch = traced.sizes.first_data, 0, 0
     for k, aval in enumerate(traced.jaxpr.in_avals):
         size = math.prod(aval.shape) * aval.dtype.itemsize
         if 0 <= k - start < len(is_batch) and is_batch[k - start]:
@@ -337,7 +353,7 @@ class _Recorder:
             written=self.written,
             results=self.results,
             input_names=(*names, *("the batch mask" for _ in counts)),
-            sizes=(len(variable_names), len(arrays), len(shares), len(counts)),
+            sizes=InputSizes(len(variable_names), len(arrays), len(shares), len(counts)),
             written_trees=self.written_trees,
             constant_arrays=frozenset(i for i, a in enumerate(arrays) if id(a) in constants),
             input_starts=tuple(accumulate((len(jax.tree.leaves(raw)) for raw in raws), initial=0)),
