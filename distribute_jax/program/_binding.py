@@ -221,6 +221,10 @@ class Rebuilt(NamedTuple):
     node: str
     """The type of the module."""
 
+    def assigned_error(self) -> StaleCaptureError:
+        """Returns the error for an array that the step assigned, rather than Flax rebuilt."""
+        return StaleCaptureError(_ASSIGNED.format(names=self.key, node=self.node))
+
 
 @contextmanager
 def swapped_state(
@@ -286,12 +290,6 @@ def _same_contents(old: Any, new: Any, pairs: list[tuple[Any, Any]]) -> bool:
             key in new and _same_contents(value, new[key], pairs) for key, value in old.items()
         )
     return all(_same_contents(*pair, pairs) for pair in zip(old, new, strict=True))
-
-
-def check_rebuilt(rebuilt: Rebuilt, *, unchanged: bool) -> None:
-    """Raises if the step assigned another array to a module, rather than Flax the old one."""
-    if not unchanged:
-        raise StaleCaptureError(_ASSIGNED.format(names=rebuilt.key, node=rebuilt.node))
 
 
 def _holds_tracers(value: Any) -> bool:

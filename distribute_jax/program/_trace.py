@@ -29,13 +29,7 @@ from distribute_jax._messages import is_key, leaf_text, listed
 from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import is_unchanged, keeps_own_values
 from distribute_jax.program._arguments import Arguments, is_one_leaf
-from distribute_jax.program._binding import (
-    Binding,
-    Rebuilt,
-    check_rebuilt,
-    swapped_arrays,
-    swapped_state,
-)
+from distribute_jax.program._binding import Binding, Rebuilt, swapped_arrays, swapped_state
 from distribute_jax.program._capture import is_library
 from distribute_jax.program._jaxprs import ClosedJaxpr, RenamedAxis, bodies, open_jaxpr
 from distribute_jax.program._replica_context import ReplicaContext, per_replica_keys
@@ -311,8 +305,8 @@ class _Recorder:
         first = len(body.outvars) - len(self.rebuilt)
         for output, array in enumerate(self.rebuilt, first):
             at = self._array_at.get(id(array.old))
-            same = at is not None and is_unchanged(body, output, first_array + at)
-            check_rebuilt(array, unchanged=same)
+            if at is None or not is_unchanged(body, output, first_array + at):
+                raise array.assigned_error()
         return ClosedJaxpr(body.replace(outvars=body.outvars[:first]), jaxpr.consts)
 
     def _log_lost_changes(self, data: list[Any], args: Any, result: Any) -> None:

@@ -191,8 +191,7 @@ class State:
     def save(self) -> None:
         """Takes a snapshot of the servers, if they can be lost."""
         if self.saved_version is not None:
-            version = self._log.version
-            self._save(self.changing(), version)
+            self._save(self.changing(), self._log.version)
 
     def _save(self, values: Mapping[Key, Any], version: int) -> None:
         if self.saved_version is not None:
