@@ -34,16 +34,7 @@ _STATIC_TYPES = (bool, str, bytes, enum.Enum, np.dtype, type)
 _NUMBER_TYPES = (int, float, complex)
 
 
-# The instance checks of Flax and JAX are slow, so the results are cached for each type.
-@functools.lru_cache(maxsize=1024)
-def _is_flat(cls: type) -> bool:
-    """True if values of a type are not pytrees, or count as one leaf."""
-    return issubclass(
-        cls, (PerReplica, jax.Array, np.ndarray, np.generic, int, float, complex, str)
-    )
-
-
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)  # the instance check of Flax is slow
 def _is_one_leaf(cls: type) -> bool:
     """True if values of a type count as one leaf although they are pytrees."""
     return issubclass(cls, (PerReplica, nnx.Pytree, nnx.Variable))
@@ -128,10 +119,7 @@ def flatten_arguments(
     Arrays that are sharded over the mesh ``divided`` stay so; others are replicated. ``more`` types count
     as arrays.
     """
-    if not kwargs and all(map(_is_flat, map(type, args))):
-        leaves, treedef = list(args), _flat_treedef(len(args))
-    else:
-        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_one_leaf)
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_one_leaf)
     signature: list[Any] = [treedef, trace_settings()]
     kinds = ["data"] * len(leaves)
     bound: list[Any] = []
@@ -285,11 +273,6 @@ def _check_array(array: Any) -> None:
             "of at most 64 bits: encode other values as integers, or bind them with functools.partial."
         )
     check_int_range(array, "strategy.run")
-
-
-@functools.lru_cache(maxsize=64)
-def _flat_treedef(count: int) -> Any:
-    return jax.tree.structure(((0,) * count, {}))
 
 
 def _batch_signature(value: PerReplica, mesh: Mesh) -> Any:
