@@ -53,28 +53,22 @@ class DeviceProgram:
     """None if it was loaded."""
 
     def __call__(self, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
-        return self._run(self.compiled, state, values)
+        return self._run(self._jitted, state, values)
 
     def in_place(self, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
         """Returns the same, and donates the ``touched`` state."""
         return self._run(self._donating, state, values)
 
     @functools.cached_property
-    def compiled(self) -> Any:
-        """The program, compiled, or compiled when it is called."""
-        return self._compiled(())
+    def _jitted(self) -> Any:
+        return jax.jit(self.function)
 
     @functools.cached_property
     def _donating(self) -> Any:
-        return self._compiled(self.touched)
+        return jax.jit(self.function, donate_argnums=self.touched)
 
-    def _compiled(self, donated: Sequence[int]) -> Any:
-        jitted = jax.jit(self.function, donate_argnums=donated)
-        is_loaded = self.jaxpr is None
-        return jitted.lower(*self.state, *self.values).compile() if is_loaded else jitted
-
-    def _run(self, compiled: Any, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
-        outs = compiled(*state, *map(filled, values, self.values))[: len(self.returns)]
+    def _run(self, jitted: Any, state: Sequence[Any], values: Sequence[Any]) -> list[jax.Array]:
+        outs = jitted(*state, *map(filled, values, self.values))[: len(self.returns)]
         # Drops the sharding over the mesh of the trace, which no other array has.
         return [out.addressable_data(0) for out in outs]
 
@@ -217,9 +211,7 @@ def load_program(data: bytes) -> DeviceProgram:
     )
     state, values = tuple(takes[: facts["state"]]), tuple(takes[facts["state"] :])
     outs, touched = tuple(returns[: facts["wanted"]]), tuple(facts["touched"])
-    loaded = DeviceProgram(exported.call, state, values, outs, touched)
-    _ = loaded.compiled  # now rather than in the first step
-    return loaded
+    return DeviceProgram(exported.call, state, values, outs, touched)
 
 
 def _type(shape: Sequence[int], dtype: str) -> jax.ShapeDtypeStruct:
