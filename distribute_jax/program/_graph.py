@@ -97,7 +97,9 @@ class Walker:
         self.graph = Graph()
         self._used = used
         self._seen: dict[int, int] = {}
+        """The number of each object in the order of the walk, by its id."""
         self._keep: list[Any] = []
+        """These objects, so that no id is reused during the walk."""
 
     def visit(self, value: Any, name: str, place: CapturePath) -> Any:
         """Walks one value, stored at ``place``, and returns its key."""

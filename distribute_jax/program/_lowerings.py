@@ -295,13 +295,11 @@ def compile_for_mesh(step: FlatStep) -> Compiled:
         donate_argnums=tuple(step.donated),
     )
     with outside_mesh():  # the mesh of an open scope may differ from the one that divides state
-        jitted_trace = jitted.trace(*step.avals)
-        if step.ahead is not None:
-            ahead: Compiled = step.ahead.compile(jitted_trace, step.mesh.size, options)
-            _check_exchanges(step, ahead)
-            return ahead
-        lowered = jitted_trace.lower()
-    compiled = lowered.compile(options)
+        traced = jitted.trace(*step.avals)
+        if step.ahead is None:
+            compiled: Any = traced.lower().compile(options)
+        else:
+            compiled = step.ahead.compile(traced, step.mesh.size, options)
     _check_exchanges(step, compiled)
     packed: Compiled = without_layout_check(compiled, step.avals)
     return packed

@@ -155,7 +155,7 @@ class Runner:
         entry = self.entry(request)
         try:
             return self._execute(request, entry)
-        except OutdatedError:
+        except OutdatedError:  # the shapes or dtypes of the state have changed since
             entry = self.cache.bind(request, warn=False)
         try:
             return self._execute(request, entry)

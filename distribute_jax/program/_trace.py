@@ -11,7 +11,7 @@ import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import Any, NamedTuple
 
@@ -227,17 +227,17 @@ def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:
     return recorder.traced(jaxpr, (raws, arrays, shares, counts))
 
 
+@dataclass(eq=False)
 class _Recorder:
     """Runs the user's function under the trace, and records what it read, wrote and returned."""
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.written: tuple[int, ...] = ()
-        self.written_trees: tuple[Any, ...] = ()
-        self.results: Results | None = None
-        self.created: tuple[nnx.Variable[Any], ...] = ()
-        self.rebuilt: list[Rebuilt] = []
-        self._array_at: dict[int, int] = {}
+    call: Call
+    written: tuple[int, ...] = ()
+    written_trees: tuple[Any, ...] = ()
+    results: Results | None = None
+    created: tuple[nnx.Variable[Any], ...] = ()
+    rebuilt: list[Rebuilt] = field(default_factory=list)
+    _array_at: dict[int, int] = field(default_factory=dict)
 
     def step(self, raws: list[Any], arrays: list[Any], data: list[Any], counts: list[Any]) -> Any:
         """The function that is traced: swaps tracers in, calls ``fn``, and returns new state and results."""
