@@ -132,8 +132,8 @@ def evaluated(jaxpr: Any, inputs: Sequence[Any], seed: Any = None) -> list[Any]:
             operands = [_inexact(x, seed) for x in operands]
         if seed is not None and _jumps(eqn):
             operands = list(map(_whole, operands))
-        outs = None if name in _RULES else run_bodies(eqn, run, operands)
-        outs = _RULES.get(name, _bound)(eqn, operands) if outs is None else outs
+        of_bodies = None if name in _RULES else run_bodies(eqn, run, operands)
+        outs = _RULES.get(name, _bound)(eqn, operands) if of_bodies is None else of_bodies
         values.update(zip(eqn.outvars, map(_widened, outs), strict=True))
     return list(map(read, open_jaxpr(jaxpr).outvars))
 
