@@ -49,12 +49,11 @@ class HostElement:
         all_counts = self.all_counts or self.counts
         counts = None if set(all_counts) == {share} else tuple(all_counts)
         leaves, treedef = flatten(self.batch, None)
-        # Inside scope() the mesh context would refuse any computation on one device.
-        with outside_mesh():
-            arrays: list[Any]
-            if _stays_on_host(leaves, mesh):
-                arrays = [_copied_rows(leaf, rows) for leaf in leaves]
-            else:
+        if _stays_on_host(leaves, mesh):
+            arrays: list[Any] = [_copied_rows(leaf, rows) for leaf in leaves]
+        else:
+            # Inside scope() the mesh context would refuse any computation on one device.
+            with outside_mesh():
                 arrays = [_transferred(leaf, rows, share, mesh) for leaf in leaves]
         values = [PerReplica(a, mesh, layout=Layout.JOINED, counts=counts) for a in arrays]
         return treedef.unflatten(values)

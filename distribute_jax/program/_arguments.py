@@ -191,10 +191,12 @@ class RepeatedArguments:
             or trace_settings() != self._settings
         ):
             return None
-        if np.ndarray in types:
-            same = not transfers_are_guarded() and list(map(_type_of, leaves)) == self._types
-            return leaves if same else None
-        avals = list(map(_aval, leaves))
+        if np.ndarray not in types:
+            avals: list[Any] = list(map(_aval, leaves))
+        elif transfers_are_guarded():
+            return None
+        else:
+            avals = [x.aval if type(x) is not np.ndarray else _type_of(x) for x in leaves]
         # Lists compare identical items in C.
         if avals != self._avals and list(map(_type_of, leaves)) != self._types:
             return None
