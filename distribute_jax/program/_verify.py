@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +27,6 @@ from distribute_jax._mesh import (
 from distribute_jax._messages import listed
 from distribute_jax.processes import Job, job_of
 from distribute_jax.program._aggregation import Combine
-from distribute_jax.program._binding import captured_numbers, swapped_by_one
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._compare import (
     NUDGES,
@@ -61,6 +61,7 @@ from distribute_jax.program._verify_outputs import (
     every_output,
     keeps_statistics,
     next_values,
+    scales_by_number,
 )
 from distribute_jax.program._verify_runs import (
     draws,
@@ -118,11 +119,6 @@ _NO_PART = (
     "dj.get_replica_context().all_gather(values), a count of examples its real_examples."
 )
 
-_NUMBER = (
-    "%s equals one device only if %s is the number of replicas, %s. Read that number from "
-    "dj.get_replica_context().num_replicas_in_sync, so that the step can be compared."
-)
-
 _TOO_SMALL = (
     "%s changes these variables by hardly more than their rounding, so verify cannot tell whether the "
     "change is that of one device:\n%s\nTo check them, run the step once with a larger learning rate, or in "
@@ -171,7 +167,8 @@ def _verify_auto(
         entry, flat = with_fixed(fixed, call, entry, flat, options)
         comparison = _Comparison(call, entry, flat, values, chosen)
         lines, _ = comparison.differences()
-        if lines and _scales_by_number(call, entry, flat, values, chosen):
+        compared_again = functools.partial(_Comparison, call, entry, flat, values, chosen)
+        if lines and scales_by_number(call, entry, compared_again):
             return True
     except (ClusterError, DeadlineExceededError):  # another process diverged or ended
         raise
@@ -186,37 +183,6 @@ def _verify_auto(
         run_checked_for_leaks(call, entry, values, copied(flat))
     equal = _EQUAL_SHARES if has_equal_shares else _masks(entry)
     raise _not_equal(entry, call, lines, equal, _MEANT)
-
-
-def _scales_by_number(call: Call, entry: BoundProgram, flat: list[Any], *of: Any) -> bool:
-    """True if a step may scale by the number of replicas as a Python number that it captures.
-
-    Then the step on one device is equal once that number is 1 there.
-    """
-    replicas = num_replicas(call.mesh)
-
-    def is_scale(value: Any) -> bool:
-        number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-        return number and any(abs(float(value) - s) < 1e-6 for s in (replicas, 1 / replicas))
-
-    found = captured_numbers(call.fn, is_scale)
-    for ones in [*([one] for one in found[:4]), *[found] * (len(found) > 1)]:
-        programs = entry.program.compared
-        programs.clear()  # the step is traced for one device again
-        try:
-            with swapped_by_one([place for _, place in ones]):
-                lines, _ = _Comparison(call, entry, flat, *of).differences()
-            if not lines:
-                names = " and ".join(name for name, _ in ones)
-                log_once(_NUMBER, entry.step, names, replicas, about=(entry.step, names))
-                return True
-        except (ClusterError, DeadlineExceededError):
-            raise
-        except Exception as error:  # as if the number is a size
-            _log.debug("%s is not compared with 1 for a number: %r", entry.step, error)
-        finally:
-            programs.clear()
-    return False
 
 
 def _masks(entry: BoundProgram) -> str:

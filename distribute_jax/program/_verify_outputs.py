@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -11,15 +12,15 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from distribute_jax._errors import OutOfSyncError
+from distribute_jax._errors import ClusterError, DeadlineExceededError, OutOfSyncError, log_once
 from distribute_jax._jax_private import read_raw, write_raw
-from distribute_jax._mesh import DATA
+from distribute_jax._mesh import DATA, num_replicas
 from distribute_jax._messages import listed
 from distribute_jax._values import PerReplica
 from distribute_jax.collectives._check_in_sync import out_of_sync
 from distribute_jax.collectives._markers import mirrored_p
 from distribute_jax.program._aggregation import Combine, keeps_own_values
-from distribute_jax.program._binding import Binding
+from distribute_jax.program._binding import Binding, captured_numbers, swapped_by_one
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._jaxprs import (
     equations,
@@ -117,6 +118,43 @@ def _equals_one_device(rule: Combine, variable: nnx.Variable[Any]) -> bool:
         return variable.aggregation is VariableAggregation.NONE and rule is Combine.MIRRORED
     counts = isinstance(variable, (nnx.metrics.MetricState, StepCounts))
     return not counts and rule is Combine.MIRRORED
+
+
+def scales_by_number(call: Call, entry: BoundProgram, compared_again: Callable[[], Any]) -> bool:
+    """True if a step may scale by the number of replicas as a Python number that it captures.
+
+    Then the step on one device is equal once that number is 1 there.
+    """
+    replicas = num_replicas(call.mesh)
+
+    def is_scale(value: Any) -> bool:
+        number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+        return number and any(abs(float(value) - s) < 1e-6 for s in (replicas, 1 / replicas))
+
+    found = captured_numbers(call.fn, is_scale)
+    for ones in [*([one] for one in found[:4]), *[found] * (len(found) > 1)]:
+        programs = entry.program.compared
+        programs.clear()  # the step is traced for one device again
+        try:
+            with swapped_by_one([place for _, place in ones]):
+                lines, _ = compared_again().differences()
+            if not lines:
+                names = " and ".join(name for name, _ in ones)
+                log_once(_NUMBER, entry.step, names, replicas, about=(entry.step, names))
+                return True
+        except (ClusterError, DeadlineExceededError):
+            raise
+        except Exception as error:  # as if the number is a size
+            logging.getLogger("distribute_jax").debug("%s is not compared: %r", entry.step, error)
+        finally:
+            programs.clear()
+    return False
+
+
+_NUMBER = (
+    "%s equals one device only if %s is the number of replicas, %s. Read that number from "
+    "dj.get_replica_context().num_replicas_in_sync, so that the step can be compared."
+)
 
 
 def derived(call: Call, many: Traced, one: Traced, equal: Sequence[int]) -> list[int]:
