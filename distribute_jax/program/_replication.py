@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -104,20 +103,13 @@ def contents(marks: Iterable[Any]) -> list[Mark]:
     return [mark.content if isinstance(mark, Ref) else mark for mark in marks]
 
 
-@dataclass(frozen=True)
-class Control:
+class Control(NamedTuple):
     """The predicates and trip counts that decide whether, and how often, code runs."""
 
     mark: Mark = MIRRORED
     """Why replicas may decide differently. Empty: they all run it."""
     what: str = ""
     """The innermost one that may differ, such as ``the predicate of cond at train.py:12``."""
-
-    def inside(self, mark: Mark, role: str, eqn: Any) -> Control:
-        """Returns the control of a body that a value with this mark decides about."""
-        if not mark:
-            return self
-        return Control(self.mark | mark, f"{role} of {name(eqn)} at {line(eqn)}")
 
 
 def mixed(eqn: Any, marks: Marks) -> Marks:
@@ -347,7 +339,9 @@ class ReplicationWalk(Walk):
 
     @contextmanager
     def inside(self, eqn: Any, by: Mark, role: str) -> Iterator[None]:
-        before, self.control = self.control, self.control.inside(by, role, eqn)
+        before = self.control
+        if by:
+            self.control = Control(before.mark | by, f"{role} of {name(eqn)} at {line(eqn)}")
         try:
             yield
         finally:
