@@ -235,7 +235,7 @@ class _Comparison:
         self.call, self.entry, self._strict = call, entry, chosen is None
         self._job = job_of(call.mesh)
         self._replicas = num_replicas(call.mesh)
-        self.chosen = chosen = every_output(entry) if chosen is None else chosen
+        self.chosen = every_output(entry) if chosen is None else chosen
         self._old = _old_inputs(call, entry)
         self._spacing = coarsest(entry.program.traced.jaxpr.jaxpr)
         self.outs = entry.execute(copied(flat))
@@ -245,10 +245,6 @@ class _Comparison:
             one = _on_each(self._job, lambda: self._run_on_one_device(values, batches))
         many = as_read(entry, self.outs)
         self._native = _Outcomes(entry.execute, flat, self._before(flat), many, one)
-        results = [k - entry.state_size for k in chosen if k >= entry.state_size]
-        mirrored = all(entry.program.plan.mirrored[k] for k in results)
-        if call.arguments.has_batch and not mirrored and entry.program.per_example is None:
-            entry.program.per_example = per_example_results(call, entry)
 
     def _run_on_one_device(self, values: Sequence[Any], batches: Sequence[Any]) -> list[Any]:
         self._single_call, self.single = on_one_device(self.call, self.entry, batches)
@@ -383,6 +379,8 @@ class _Comparison:
         right, eps = on_host(outcomes.one[k]), spacing_of(outcomes.many[k])
         program, result = self.entry.program, k - self.entry.state_size
         if result >= 0 and not program.plan.mirrored[result]:
+            if self.call.arguments.has_batch and program.per_example is None:
+                program.per_example = per_example_results(self.call, self.entry)
             rows = result in program.results.declared
             line = difference(
                 left, right, rows=program.per_example[result] if program.per_example else rows,
@@ -401,7 +399,7 @@ class _Comparison:
             many, one, size = map(largest, (left - old, right - old, right))
             text = f"changed by up to {many:.3g}, on one device by {one:.3g}, at values up to {size:.3g}"
             return verdict, text
-        return verdict, _unequal_text(left, right, old, num_replicas(self.call.mesh))
+        return verdict, _unequal_text(left, right, old, self._replicas)
 
 
 def _on_each(job: Job, run: Callable[[], list[Any]]) -> list[Any]:
