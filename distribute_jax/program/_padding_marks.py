@@ -309,17 +309,16 @@ Shape = tuple[int, ...]
 class Pair:
     """An equation of the step, and the same equation traced with another length of the shares."""
 
-    def __init__(self, eqn: Any, other: Any, shares: tuple[int, int], caller: Pair | None) -> None:
-        self.eqn, self.other, self.shares, self.caller = eqn, other, shares, caller
+    def __init__(self, eqn: Any, other: Any, shares: tuple[int, int], calls: Sequence[Any]) -> None:
+        """``calls`` are the equations in whose bodies it is, innermost first."""
+        self.eqn, self.other, self.shares, self.calls = eqn, other, shares, calls
         self.params, self.invars, self.outvars = eqn.params, eqn.invars, eqn.outvars
         self.name: str = eqn.primitive.name
 
     @functools.cached_property
     def where(self) -> str:
         """The operation and the user's line, which is that of a call if JAX itself traced the function."""
-        at, caller = user_line(self.eqn), self.caller
-        while at is None and caller is not None:
-            at, caller = user_line(caller.eqn), caller.caller
+        at = next(filter(None, map(user_line, [self.eqn, *self.calls])), "")
         return f"{name(self.eqn)} at {at or line(self.eqn)}"
 
     def operand(self, index: int) -> tuple[Shape, Shape]:

@@ -112,9 +112,9 @@ class PaddingWalk(Walk):
                 raise UndecidedError(f"{_where(at)} gets other operands")
             return env[atom]
 
-        caller = self.enclosing[-1] if self.enclosing else None
+        calls = [pair.eqn for pair in reversed(self.enclosing)]
         for eqn, twin in zip(one.eqns, two.eqns, strict=False):
-            pair = Pair(eqn, twin, self.shares, caller)
+            pair = Pair(eqn, twin, self.shares, calls)
             lengths = [(len(e.invars), len(e.outvars)) for e in (eqn, twin)]
             if eqn.primitive is not twin.primitive or lengths[0] != lengths[1]:
                 raise UndecidedError(f"{pair.where} becomes another operation")
