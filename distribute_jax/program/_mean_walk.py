@@ -27,6 +27,7 @@ from distribute_jax.program._notice_marks import (
     Constant,
     NoticeWalk,
     Word,
+    factor_of,
     is_sum,
     number_of,
     sums_over_rows,
@@ -157,7 +158,7 @@ class _MeanWalk(NoticeWalk):
                 divisors = [d for w in mark if isinstance(w, Constant) for d in w.divisors]
                 mark = self._folded(name, numbers, divisors, eqn.outvars[0].aval.shape)
             else:
-                mark = self._of_means(name, numbers, marks)
+                mark = self._of_means(name, eqn, numbers, marks)
         return [self._in(var.aval, mark) for var in eqn.outvars]
 
     def _in(self, aval: Any, mark: Mark) -> Mark:
@@ -270,18 +271,15 @@ class _MeanWalk(NoticeWalk):
             is_mixed = all(dim is not None and dim not in by for dim, by in dims)
         return mixed | {MixedRows(self.at())} if is_mixed else mixed
 
-    def _of_means(self, name: str, numbers: Sequence[float | None], marks: Marks) -> Mark:
+    def _of_means(self, name: str, eqn: Any, numbers: Sequence[float | None], marks: Marks) -> Mark:
         """Returns the mark of an operation on sums and means."""
+        factor = factor_of(name, eqn, marks)
         marks = [m - words_of(m, Constant) for m in marks]
         mark = union(marks)
-        if name in ("mul", "div"):
-            number = numbers[1] if name == "div" or numbers[1] is not None else numbers[0]
-            if number:
-                return self._divided(mark, number if name == "div" else 1 / number)
-            is_nonlinear = all(marks) or (name == "div" and bool(marks[1]))
-        else:
-            is_nonlinear = name in _NONLINEAR
-        if is_nonlinear:
+        if factor:
+            return self._divided(mark, 1 / factor)
+        is_product = (name == "mul" and all(marks)) or (name == "div" and marks[1])
+        if is_product or name in _NONLINEAR:
             is_share = _of_one_share(mark)
             return frozenset({NonlinearShare(self.at())}) if is_share else words_of(mark, Combined)
         # A count that is kept from being 0, as by jnp.maximum(count, 1), is still one.

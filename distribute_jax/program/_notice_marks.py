@@ -161,7 +161,7 @@ class _PartWalk(NoticeWalk):
         if name in _OF_NUMBERS:
             number, *others = map(number_of, eqn.invars, marks)
             if number is not None and None not in others:
-                return [frozenset({Constant(number * (_factor(name, eqn, marks) or 1))})]
+                return [frozenset({Constant(number * (factor_of(name, eqn, marks) or 1))})]
         if not (mark := union(marks)):
             return [MIRRORED] * len(eqn.outvars)
         if name in _CALLBACKS:
@@ -181,7 +181,7 @@ class _PartWalk(NoticeWalk):
 
     def _after_sum(self, name: str, eqn: Any, marks: Marks) -> Mark:
         """Returns the mark of what is computed from a sum of parts; ``all_reduce("mean")`` divides it."""
-        factor, mark = _factor(name, eqn, marks), union(marks)
+        factor, mark = factor_of(name, eqn, marks), union(marks)
         is_mean = any(_COLLECTIVES in frame for frame in frames(eqn))
         if is_mean and name == "div" and factor == 1 / self.axis_size < 1:
             gradients = map(MeanOfGradients, words_of(marks[0], _SummedGradient))
@@ -196,7 +196,7 @@ class _PartWalk(NoticeWalk):
     def _before_sum(self, name: str, eqn: Any, marks: list[Mark]) -> Mark:
         """Returns the mark of what is computed from parts."""
         parts, gradients = words_of(union(marks), Part), words_of(union(marks), _Gradient)
-        factor = _factor(name, eqn, marks)
+        factor = factor_of(name, eqn, marks)
         if name in LINEAR or factor is not None:
             # Times the replicas or the batch it is complete; times 0.1 it is a term of a sum of losses.
             return parts | gradients if factor is None or factor < 2 else MIRRORED
@@ -209,7 +209,7 @@ def _summed(mark: Mark) -> Mark:
     return frozenset(map(_SummedPart, parts)).union(gradients)
 
 
-def _factor(name: str, eqn: Any, marks: Sequence[Mark]) -> float | None:
+def factor_of(name: str, eqn: Any, marks: Sequence[Mark]) -> float | None:
     """Returns the size of the number by which an equation scales a value, None for another equation."""
     if name not in ("mul", "div"):
         return None
