@@ -241,6 +241,10 @@ class _MeanWalk(NoticeWalk):
         ):
             return _nonlinear(union(marks), MixedRows, _Centered) or frozenset({_Total(self._rows)})
         shape, axes = eqn.invars[0].aval.shape, eqn.params.get("axes", ())
+        if name == "scatter-add" and shape[:1] != (
+            self._rows,
+        ):  # sums of segments, counts of classes
+            return frozenset({_Total(0)})
         if not (marks[0] & _ROWS and self._has_rows(shape, marks[0])):
             return None
         if name == "reduce_sum" and 0 in axes:
@@ -278,13 +282,19 @@ class _MeanWalk(NoticeWalk):
         mark = union(marks)
         if factor:
             return self._divided(mark, 1 / factor)
-        is_product = (name == "mul" and all(marks)) or (name == "div" and marks[1])
+        is_product = (name in ("mul", "dot_general") and all(marks)) or (name == "div" and marks[1])
         if is_product or name in _NONLINEAR:
             is_share = _of_one_share(mark)
             return frozenset({NonlinearShare(self.at())}) if is_share else words_of(mark, Combined)
+        if (
+            name not in _LINEAR
+        ):  # as the largest of means, and the order of what is not linear in them
+            largest = name in OVER_ROWS and any(type(word) is ShareMean for word in mark)
+            nonlinear = frozenset(word for word in mark if type(word) is NonlinearShare)
+            return nonlinear | {NonlinearShare(self.at())} if largest else nonlinear
         # A count that is kept from being 0, as by jnp.maximum(count, 1), is still one.
         is_total = all(m or n is not None for m, n in zip(marks, numbers, strict=True))
-        kept = words_of(mark, _OfShares, *[_Total] * is_total) if name in _LINEAR else MIRRORED
+        kept = words_of(mark, _OfShares, *[_Total] * is_total)
         return kept | words_of(mark, _Across) if name in _SAME_DIMS else kept
 
     def _divided(self, mark: Mark, number: float) -> Mark:

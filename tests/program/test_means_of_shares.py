@@ -60,6 +60,14 @@ NONLINEAR: dict[str, Callable[[jax.Array], Any]] = {
     "a function of what is combined": lambda x: jnp.exp(all_reduce("mean", jnp.log((x**2).mean()))),
     "a ratio of products": lambda x: all_reduce("mean", (x[:, 0] @ x[:, 1]) / (x[:, 0] @ x[:, 0])),
     "a reciprocal": lambda x: all_reduce("mean", 1 / (x**2).mean()),
+    "the largest of means": lambda x: all_reduce("mean", (x**2).mean(0).max()),
+    "the mean of each class": lambda x: all_reduce(
+        "mean",
+        jax.ops.segment_sum(x[:, 0], x.argmax(1), 3) / jnp.bincount(x.argmax(1), length=3),
+    ),
+    "products of frequencies": lambda x: all_reduce(
+        "mean", (lambda p: p @ p)(jnp.bincount(x.argmax(1), length=3) / len(x))
+    ),
     "pairs of examples": lambda x: all_reduce("mean", jnp.exp(x @ x.T).mean()),
     "pairs of two views": lambda x: all_reduce(
         "mean", jax.nn.logsumexp(jnp.concatenate([x, -x]) @ jnp.concatenate([x, -x]).T, 1).mean()
@@ -149,6 +157,7 @@ RIGHT: dict[str, Callable[[jax.Array], Any]] = {
         0, 2, lambda i, c: c - all_reduce("sum", x.sum()) / c, 4.0
     ),
     "a root of the mean": lambda x: jnp.sqrt(all_reduce("mean", (x**2).mean())),
+    "a count of each class": lambda x: all_reduce("sum", jnp.bincount(x.argmax(1), length=3)),
     "a ratio of sums": lambda x: all_reduce("sum", x.sum()) / all_reduce("sum", (x > 0).sum()),
     "a mean of roots": lambda x: all_reduce("mean", jnp.linalg.norm(x, axis=1).mean()),
     "a mean over features": lambda x: all_reduce("sum", x.mean(1).sum()),
