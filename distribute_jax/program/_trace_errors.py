@@ -25,7 +25,7 @@ from distribute_jax._errors import (
 )
 from distribute_jax._mesh import DATA
 from distribute_jax._messages import is_array, leaf_text
-from distribute_jax._values import DistributedValues
+from distribute_jax._values import DistributedValues, PerReplica
 from distribute_jax.program._capture import is_library
 
 _NEEDS_A_VALUE = (
@@ -266,6 +266,8 @@ def _argument_hints(call: Any, error: Exception) -> Iterator[str]:
         )
         return
     replicas = call.strategy.num_replicas_in_sync
+    batches = [v for v in call.arguments.data if isinstance(v, PerReplica)]
+    rows = {(sum(v.counts),) if v.counts else v.global_array.shape[:1] for v in batches}
     for i, arg in enumerate(args if replicas > 1 else ()):
         leaves = jax.tree.leaves(arg, is_leaf=lambda x: isinstance(x, DistributedValues))
         shapes = [leaf.shape[:1] for leaf in leaves if isinstance(leaf, (jax.Array, np.ndarray))]
@@ -273,6 +275,11 @@ def _argument_hints(call: Any, error: Exception) -> Iterator[str]:
             yield (
                 f"args[{i}] has one row for each replica, as for pmap. strategy.run does not divide it: "
                 "every replica gets all of it. Pass the value itself, or a distributed value."
+            )
+        if set(shapes) & rows and "shape" in str(error):
+            yield (
+                f"args[{i}] has a row for each example of the global batch. strategy.run does not divide it: "
+                "every replica gets all of it. Pass it through strategy.distribute_dataset, with the batch."
             )
 
 

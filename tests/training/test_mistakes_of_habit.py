@@ -237,6 +237,10 @@ WRONG: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
         lambda s, _: run(s, lambda x, key: jax.random.normal(key), jax.random.split(jax.random.key(0))),
         r"args\[1\] has one row for each replica, as for pmap",
     ),
+    "a state for each example": (
+        lambda s, _: run(s, lambda x, h: x + h, jnp.zeros_like(X)),
+        r"args\[1\] has a row for each example of the global batch",
+    ),
     "a generator": (lambda s, _: run(s, generator), "a generator or async function"),
     "a function without the context": (
         lambda s, _: s.distribute_datasets_from_function(lambda: [X]), "takes 0 positional arguments but 1"
