@@ -160,6 +160,12 @@ _OF_STATE: dict[type[str], str] = {
 """The warning for each mark of new state."""
 
 
+_LOCAL_STATISTICS = (
+    "%s returned %s, the mean of the statistics of each replica's share of the batch, so this step is not "
+    'exactly that of one device. For those of the whole batch make nn.BatchNorm with axis_name="%s".'
+)
+
+
 class Notice(NamedTuple):
     """A warning that is logged once for each object or line."""
 
@@ -205,6 +211,10 @@ def notices_of(
     means = _means_of_shares(call, traced, bool(new_state) or has_averages)
     marks = [mean | part for mean, part in zip(means, parts.outputs, strict=True)]
     results = list(zip(traced.results.names, marks[len(combine) :], strict=True))
+    step, axis = step_name(call.fn), getattr(call.strategy, "axis_name", DATA)
+    statistics = (results[k] for k in sorted(new_state) if "batch_stats" in results[k][0])
+    local = [name for name, mark in statistics if words_of(mark, Combined)]
+    notices += [Notice(_LOCAL_STATISTICS, (step, name, axis), step) for name in local[:1]]
     if not results_are_parts.get():  # ``fit`` compares results itself
         others = [result for k, result in enumerate(results) if k not in new_state]
         notices += _about_means(_OF_RESULTS, call, others)

@@ -128,6 +128,18 @@ def test_statistics_are_the_means_of_those_of_the_shares(strategy: dj.Strategy):
     np.testing.assert_allclose(found["var"], wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("axis_name", [None, "data"])
+def test_statistics_of_the_shares_are_logged(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, axis_name: str | None
+):
+    """A step with them is not exactly that of one device."""
+    state, batch = made(s4, axis_name=axis_name), batches_of(s4)[0]
+    s4.run(train_step, args=(state, *batch))
+    texts = [record.getMessage() for record in caplog.records]
+    logged = ['make nn.BatchNorm with axis_name="data"' in text for text in texts]
+    assert any(logged) == (axis_name is None), texts
+
+
 # Dropout
 
 
