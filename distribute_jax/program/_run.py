@@ -73,10 +73,6 @@ class Runner:
         self._in_flight: deque[tuple[Any, Program, str]] = deque()
         self._counts: deque[tuple[list[Any], list[Any], int]] = deque()
 
-    def for_strategy(self, strategy: Any) -> Runner:
-        """Returns a runner with the same replicas for another strategy."""
-        return Runner(strategy, self._replicas, self.steps_in_flight)
-
     def __call__(self, fn: StepFunction, args: Any, kwargs: Any, options: RunOptions | None) -> Any:
         """Runs a step once on each replica."""
         if type(args) is not tuple or kwargs is not None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distribute_jax._errors import ArgumentError, ArgumentTypeError, ContextError
+from distribute_jax._errors import ArgumentError, ArgumentTypeError
 from distribute_jax._jax_private import trace_settings
 from distribute_jax._messages import leaf_text
 from distribute_jax._values import NotAnArray, PerReplica
@@ -68,10 +68,6 @@ class ServersRunner(Runner):
         """How many elements of each of its arguments a function took when it was last traced."""
         self._last: tuple[Any, ...] = ()
         """The last function without other arguments, with what it depends on, its halves and data."""
-
-    def for_strategy(self, strategy: Any) -> Runner:
-        """Raises: the copy would have the same servers."""
-        raise ContextError(f"{self._strategy!r} cannot be copied. Make a new strategy.")
 
     def __call__(self, fn: Callable[..., Any], args: Any, kwargs: Any, options: Any) -> Any:
         """Runs a step here, after all closures; in a scheduled function, as a part of it."""

@@ -437,7 +437,7 @@ class Strategy(InputMethods, ModelMethods, V1Methods):
         memo[id(self)] = new = object.__new__(type(self))
         vars(new).update(vars(self))
         vars(new).pop("extended", None)
-        new._runner = self._runner.for_strategy(new)
+        new._runner = Runner(new, self._replicas, self._runner.steps_in_flight)
         return new
 
     def __repr__(self) -> str:

@@ -6,13 +6,13 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import jax
 from flax import nnx
 
 from distribute_jax._checks import check_choice, check_int, check_number, check_optional, refuse
-from distribute_jax._errors import ArgumentError
+from distribute_jax._errors import ArgumentError, ContextError
 from distribute_jax._mesh import replica_mesh
 from distribute_jax.cluster_resolver import ClusterResolver, ClusterSpec
 from distribute_jax.servers import (
@@ -174,6 +174,10 @@ class ParameterServerStrategy(Strategy):
             partitioner=variable_partitioner,
             sparse=sparse,
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuses: the copy would have the same servers."""
+        raise ContextError(f"{self!r} cannot be copied. Make a new strategy.")
 
     @property
     @final
