@@ -92,7 +92,7 @@ class ProgramCache:
         self._repeatable: dict[Any, tuple[BoundProgram, RunOptions, RepeatedArguments]] = {}
         """The last call of each step, by its code."""
         self._recompilations = Recompilations()
-        self._notices = Notices()
+        self._noticed: set[tuple[str, Any]] = set()
 
     def lookup(self, request: Request) -> BoundProgram | None:
         """Returns the program that is bound to what a call reaches, if there is one."""
@@ -159,8 +159,7 @@ class ProgramCache:
                 check_leaked_tracers(binding)
             self._recompilations.note(fn, before, arguments)
             if num_replicas(self._replicas.mesh) > 1:
-                # The library's own steps draw random numbers on each replica by design.
-                self._notices.log(binding, program, expects_random=are_of_library(request.options))
+                self._log_notices(binding, program, request.options)
             if binding.reaches_same(before.variables, captured):
                 key = (binding.key, placement, *lookup_key[1:])
                 self._add(key, program)
@@ -181,6 +180,16 @@ class ProgramCache:
         others = [e for e in self._bound.get(lookup_key, ()) if not _replaces(entry, e)]
         self._bound[lookup_key] = [entry, *others][:_MAX_PROGRAMS]
         return entry
+
+    def _log_notices(self, binding: Binding, program: Program, options: RunOptions) -> None:
+        """Logs each reason why a newly compiled step differs from one device, once."""
+        for notice in _notices(binding, program):
+            if notice.key not in self._noticed:
+                self._noticed.add(notice.key)
+                # The library's own steps draw random numbers on each replica by design.
+                is_expected = notice.text is _RANDOM and are_of_library(options)
+                level = logging.INFO if is_expected else logging.WARNING
+                _log.log(level, notice.text, *notice.named)
 
     def _add(self, key: Any, program: Program) -> None:
         """Adds a program, and evicts the least recently used one if there are too many."""
@@ -341,22 +350,6 @@ _RANDOM = (
     "device. To compare runs, turn randomness off with model.eval(), or let the stream draw the same "
     "numbers on all replicas with dj.same_on_all_replicas(stream)."
 )
-
-
-class Notices:
-    """Logs each notice once."""
-
-    def __init__(self) -> None:
-        self._logged: set[tuple[str, Any]] = set()
-
-    def log(self, binding: Binding, program: Program, *, expects_random: bool) -> None:
-        """Logs why a newly compiled step differs from one device; random numbers as info if expected."""
-        for notice in _notices(binding, program):
-            if notice.key not in self._logged:
-                self._logged.add(notice.key)
-                is_expected = expects_random and notice.text is _RANDOM
-                level = logging.INFO if is_expected else logging.WARNING
-                _log.log(level, notice.text, *notice.named)
 
 
 def _notices(binding: Binding, program: Program) -> Iterator[Notice]:
