@@ -278,26 +278,21 @@ def _finishing(
     equal, unequal = ([v for v, same in each if same is is_same] for is_same in (True, False))
     addends = [v for v in division.addends if v not in unequal]
     part = build(Needs(division.finish, {}, equal), whole(addends), [], whole(equal))
-    return [*addends, *unequal], _Finish(part, mirrored)
+    return [*addends, *unequal], functools.partial(_finished, part, mirrored)
 
 
-class _Finish(NamedTuple):
-    """Computes the results of a step from the outputs of all workers."""
+def _finished(
+    part: DeviceProgram, mirrored: Sequence[bool], returned: Sequence[list[Any]]
+) -> list[Any]:
+    """Returns the results of a step from the outputs of all workers.
 
-    part: DeviceProgram
-    """Computes mirrored results from sums over the workers."""
-    mirrored: Sequence[bool]
-    """Which results are mirrored; others are stacked."""
-
-    def __call__(self, returned: Sequence[list[Any]]) -> list[Any]:
-        addends = len(self.part.state)
-        sums = [
-            functools.reduce(operator.add, x)
-            for x in zip(*(of[:addends] for of in returned), strict=True)
-        ]
-        together = iter(self.part(sums, []))
-        unequal = map(jnp.stack, zip(*(of[addends:] for of in returned), strict=True))
-        return [next(together if is_same else unequal) for is_same in self.mirrored]
+    ``part`` computes the ``mirrored`` ones from sums over the workers; others are stacked.
+    """
+    addends = len(part.state)
+    of_all = zip(*(of[:addends] for of in returned), strict=True)
+    together = iter(part([functools.reduce(operator.add, x) for x in of_all], []))
+    unequal = map(jnp.stack, zip(*(of[addends:] for of in returned), strict=True))
+    return [next(together if is_same else unequal) for is_same in mirrored]
 
 
 def _lookup_half(
