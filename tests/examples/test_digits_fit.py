@@ -12,8 +12,9 @@ from example_program import output
 import distribute_jax as dj
 from examples import digits, digits_fit
 
+pytestmark = pytest.mark.exhaustive
 
-@pytest.mark.exhaustive
+
 def test_fit_learns_and_reports_exactly_the_images_of_the_data() -> None:
     """Three epochs on four replicas; the reported accuracy is that counted from the predictions."""
     model = digits_fit.make_model(dj.MirroredStrategy([0, 1, 2, 3]))
@@ -27,7 +28,6 @@ def test_fit_learns_and_reports_exactly_the_images_of_the_data() -> None:
     assert accuracy > 0.8
 
 
-@pytest.mark.exhaustive
 def test_the_command_prints_the_promised_accuracy(tmp_path: Path) -> None:
     """At most the default epochs bring it to 97 %."""
     printed = output("digits_fit", folder=tmp_path)

@@ -83,7 +83,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return lines[-1]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds children in /proc")
 def test_three_kills_leave_no_trace_in_the_weights(tmp_path: Path, undisturbed: str):
     """Processes 1, 0 and 1 are killed, each time further on; all bits of all weights are the same."""
@@ -103,7 +102,6 @@ def test_three_kills_leave_no_trace_in_the_weights(tmp_path: Path, undisturbed: 
     assert lines[-1] == undisturbed
 
 
-@pytest.mark.exhaustive
 def test_a_job_that_was_told_to_end_goes_on_at_the_step_it_had_come_to(
     tmp_path: Path, undisturbed: str
 ):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.exhaustive
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import hashlib, os, sys
@@ -79,7 +81,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return weights
 
 
-@pytest.mark.exhaustive
 def test_killed_in_a_restore_the_weights_are_the_same(
     undisturbed: list[str], tmp_path: Path
 ) -> None:
@@ -92,7 +93,6 @@ def test_killed_in_a_restore_the_weights_are_the_same(
     assert "(restart 2; 1 of 3 allowed without progress)" in second
 
 
-@pytest.mark.exhaustive
 def test_kills_before_progress_count_as_none(undisturbed: list[str], tmp_path: Path) -> None:
     """Either process, while step 1 compiles and in restores, with progress in between."""
     kills = ["0:compiling", "1:compiling", "1:6", "0:restoring"]
@@ -107,7 +107,6 @@ def test_kills_before_progress_count_as_none(undisturbed: list[str], tmp_path: P
     assert "at step 11" in said[5], "counted behind the step that was restored"
 
 
-@pytest.mark.exhaustive
 def test_the_exception_of_one_process_is_the_last_line(tmp_path: Path) -> None:
     _, said = launched(tmp_path / "job", "raise:1:7", code=1)
     assert re.search(

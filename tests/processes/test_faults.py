@@ -14,6 +14,8 @@ import pytest
 from distribute_jax.testing import Fault, LocalCluster
 from distribute_jax.testing._local_cluster import ProcessResult
 
+pytestmark = pytest.mark.exhaustive
+
 HANGS = r"process 1 .*: (no heartbeat; last seen )?at step \d.* <- the others wait for it"
 """How a process that does not come is described."""
 
@@ -41,7 +43,6 @@ def ended_within(results: list[ProcessResult], limit: float) -> None:
     assert not any(result.ended_by_cluster for result in results), "a process did not end by itself"
 
 
-@pytest.mark.exhaustive
 def test_an_exception_ends_all_processes_with_its_text():
     """The error is the last output, and the other process names the one that raised it."""
     results = run(fault_functions.loop, 50, environment={"BAD_BATCH": "1"})
@@ -53,7 +54,6 @@ def test_an_exception_ends_all_processes_with_its_text():
     assert "This process exits because of it" in last
 
 
-@pytest.mark.exhaustive
 def test_a_process_that_hangs_is_named_and_shows_its_stack():
     """No progress for step_seconds; all exit, with what each is doing and the line that hangs."""
     results = run(fault_functions.loop, 50, faults=[Fault("stall", process=1, at_step=5)])
@@ -64,7 +64,6 @@ def test_a_process_that_hangs_is_named_and_shows_its_stack():
     assert all("(most recent call " in r.stderr for r in results), "stacks of both"
 
 
-@pytest.mark.exhaustive
 def test_a_collective_that_one_process_never_joins_ends_in_time():
     """With a timeout of 2 s the process raises after 2 to 3 s instead of hanging."""
     results = run(fault_functions.all_reduce_that_one_never_joins)
@@ -74,7 +73,6 @@ def test_a_collective_that_one_process_never_joins_ends_in_time():
     assert "Timed out waiting 2000ms" in text
 
 
-@pytest.mark.exhaustive
 def test_a_process_that_holds_the_gil_is_named_too():
     """Its own watchdog cannot run; the others end, and it ends with them."""
     results = run(fault_functions.loop, 50, faults=[Fault("hold_gil", process=1, at_step=5)])
@@ -83,7 +81,6 @@ def test_a_process_that_holds_the_gil_is_named_too():
     assert all(r.exit_code != 0 for r in results)
 
 
-@pytest.mark.exhaustive
 def test_a_process_that_is_stopped_for_a_while_goes_on():
     """After 3 s of SIGSTOP the job ends with the weights of one that was not disturbed."""
     undisturbed = run(fault_functions.loop, 12)
@@ -94,7 +91,6 @@ def test_a_process_that_is_stopped_for_a_while_goes_on():
     assert len({r.value for r in undisturbed + stopped}) == 1
 
 
-@pytest.mark.exhaustive
 def test_a_killed_process_ends_the_others():
     """The survivor exits without a supervisor, and reports where each process was."""
     results = run(fault_functions.loop, 50, faults=[Fault("kill", process=1, at_step=5)])
@@ -103,7 +99,6 @@ def test_a_killed_process_ends_the_others():
     assert results[0].exit_code != 0
 
 
-@pytest.mark.exhaustive
 def test_a_process_that_finishes_early_is_named():
     """One process runs fewer steps: the other reports that after ``shutdown_seconds``."""
     results = run(fault_functions.loop, 50, environment={"EARLY": "1"})
@@ -113,7 +108,6 @@ def test_a_process_that_finishes_early_is_named():
     )
 
 
-@pytest.mark.exhaustive
 def test_steps_that_differ_between_processes_are_an_error_before_they_run():
     """Another rate, width, value, constant, shape, option: both values are shown, on both processes."""
     results = run(fault_functions.differing)
@@ -136,7 +130,6 @@ def test_steps_that_differ_between_processes_are_an_error_before_they_run():
     assert after == 2.0
 
 
-@pytest.mark.exhaustive
 def test_a_process_that_is_late_at_a_barrier_is_named():
     """The barrier ends in time with who is missing and what that process does."""
     results = run(fault_functions.late_at_a_barrier)
@@ -146,7 +139,6 @@ def test_a_process_that_is_late_at_a_barrier_is_named():
     assert "process 1" in text
 
 
-@pytest.mark.exhaustive
 def test_a_process_that_ends_before_it_connects_is_named_with_an_exception():
     """No abort from C++, and long before the timeout."""
     results = run(fault_functions.missing)
@@ -156,7 +148,6 @@ def test_a_process_that_ends_before_it_connects_is_named_with_an_exception():
     assert results[1].value == "elsewhere"
 
 
-@pytest.mark.exhaustive
 def test_a_strategy_made_too_late_says_what_to_do():
     """Once JAX has started its devices alone, the error says to make the strategy first."""
     results = run(fault_functions.after_the_backend)
@@ -164,7 +155,6 @@ def test_a_strategy_made_too_late_says_what_to_do():
         assert "Make the strategy before anything else that computes" in result.value
 
 
-@pytest.mark.exhaustive
 def test_a_second_job_on_the_same_port_leaves_the_first_alone():
     """Plain JAX would end the running job; here the new one is refused with the port."""
     with socket.socket() as probe:

@@ -21,6 +21,8 @@ from distribute_jax.testing import LocalCluster
 sys.path.insert(0, str(Path(__file__).parents[1] / "strategies"))
 from test_fully_sharded import MODELS, batches, made, update
 
+pytestmark = pytest.mark.exhaustive
+
 SIZES = (16, 16, 11)
 X = np.random.default_rng(0).normal(size=(44, 32)).astype(np.float32)
 Y = (X[:, :8] + X[:, 8:16] > 0).astype(np.float32)
@@ -240,7 +242,6 @@ def assert_close(got, wanted):
         np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-6)
 
 
-@pytest.mark.exhaustive
 def test_processes_train_as_one_from_the_values_of_process_0(alone, outcome):
     """Losses and state are those of mirrored state in one process, and other initial values are seen."""
     _, trained, later = alone
@@ -256,7 +257,6 @@ def test_processes_train_as_one_from_the_values_of_process_0(alone, outcome):
     assert not any(process["warned"] for process in outcome[1:])
 
 
-@pytest.mark.exhaustive
 def test_every_device_keeps_its_share(outcome, processes):
     """A device stores its shards of the state, and complete small arrays only."""
     for process in outcome:
@@ -266,7 +266,6 @@ def test_every_device_keeps_its_share(outcome, processes):
             assert whole / (2 * processes) < kept < whole / (2 * processes) + 8_000
 
 
-@pytest.mark.exhaustive
 def test_checkpoints_go_from_a_job_to_one_process_and_back(alone, outcome):
     """What each process saves of its part is loaded mirrored and divided, and the other way round."""
     folder, _, later = alone
@@ -280,7 +279,6 @@ def test_checkpoints_go_from_a_job_to_one_process_and_back(alone, outcome):
         assert_close(train(strategy, tree, (16,)), later)
 
 
-@pytest.mark.exhaustive
 def test_each_process_is_a_group(alone, processes):
     """With shard_over=2 each process has the complete model, half on each device; values are those of one."""
     folder, trained, later = alone
@@ -293,7 +291,6 @@ def test_each_process_is_a_group(alone, processes):
             assert outcome["bytes"]["whole"] / 2 < kept < outcome["bytes"]["whole"] / 2 + 8_000
 
 
-@pytest.mark.exhaustive
 def test_a_sharded_update_has_the_values_of_mirrored_state(alone, processes):
     """Each device has the model and its share of the momentum; checkpoints go to one process and back."""
     folder, trained, later = alone
@@ -316,7 +313,6 @@ def test_a_sharded_update_has_the_values_of_mirrored_state(alone, processes):
         assert_close(train(strategy, tree, (16,)), later)
 
 
-@pytest.mark.exhaustive
 def test_fit_reads_weights_that_no_process_has(processes, tmp_path):
     """Callbacks, evaluation, prediction, weights, variables and snapshots are those of one process."""
     wanted = fit(dj.MirroredStrategy(list(range(2 * processes))), tmp_path / "alone")
@@ -329,14 +325,12 @@ def test_fit_reads_weights_that_no_process_has(processes, tmp_path):
         assert_close(got, {name: value for name, value in wanted.items() if name != "summary"})
 
 
-@pytest.mark.exhaustive
 def test_a_sharded_parameter_that_one_process_writes_is_detected():
     """A value that differs between the processes is named although it is sharded afterwards."""
     with pytest.raises(dj.ProcessFailedError, match=r"(?s)embedding.*written between steps"):
         LocalCluster(2, 1, timeout=120).run(write_another_value)
 
 
-@pytest.mark.exhaustive
 def test_state_is_created_sharded_and_equal_on_all_processes():
     """strategy.create makes the numbers of one process, also read as an array without its variable; other
     seeds are refused, as no copy shows them."""
@@ -347,7 +341,6 @@ def test_state_is_created_sharded_and_equal_on_all_processes():
         assert_close(result.value["array"], net.first.kernel[...])
 
 
-@pytest.mark.exhaustive
 def test_replicas_of_two_devices_are_divided_over_processes():
     """Rules divide each replica in its process; numbers and bytes are those of one process."""
     wanted = train_by_rules()

@@ -17,6 +17,8 @@ import distribute_jax as dj
 from distribute_jax.checkpoint import _preemption_handler
 from distribute_jax.testing import Fault, LocalCluster
 
+pytestmark = pytest.mark.exhaustive
+
 
 def loop(directory, pause):
     """Trains with dropout and shuffled data; gives the digest of all that is saved."""
@@ -81,7 +83,6 @@ def never_polls(directory):
     return fault_functions.loop(10_000)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("process", [0, 1])
 def test_all_save_at_one_step_and_go_on_at_the_next_example(process: int, tmp_path: Path):
     """Agreed exit code, one checkpoint, and bitwise the weights of an uninterrupted job."""
@@ -103,7 +104,6 @@ def test_all_save_at_one_step_and_go_on_at_the_next_example(process: int, tmp_pa
     assert len({r.value["weights"] for r in again + alone}) == 1
 
 
-@pytest.mark.exhaustive
 def test_sigterm_ends_a_job_without_a_preemptible_loop_at_once(tmp_path: Path):
     """SIGTERM ends the process that gets it, and the other ends with it; plain JAX would go on."""
     results = run(never_polls, str(tmp_path), faults=[Fault("terminate", process=1, at_step=5)])
@@ -112,7 +112,6 @@ def test_sigterm_ends_a_job_without_a_preemptible_loop_at_once(tmp_path: Path):
     assert "SIGTERM: this process was asked to stop." in results[0].stderr
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize(("grace", "checkpoints"), [(0, 1), (3, 2)])
 def test_under_tensorflows_handler_no_step_is_lost(
@@ -130,7 +129,6 @@ def test_under_tensorflows_handler_no_step_is_lost(
     assert [r.value for r in again] == [120.0 * processes] * processes
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(("by_event", "code", "checkpoints"), [(True, 143, 2), (False, 42, 1)])
 def test_compute_engines_grace_period_is_that_of_its_notice_on_all_processes(
     by_event: bool, code: int, checkpoints: int, tmp_path: Path

@@ -153,7 +153,6 @@ def one_device():
     return trained(dj.OneDeviceStrategy("cpu:0"))
 
 
-@pytest.mark.exhaustive
 def test_replicas_of_two_cores_over_two_processes_train_as_one_device(outcome, one_device):
     for i, process in enumerate(outcome):
         assert process["tpu"] == ({"data": 4, "model": 2}, 4, [2, 2, 1, 2])
@@ -163,7 +162,6 @@ def test_replicas_of_two_cores_over_two_processes_train_as_one_device(outcome, o
         assert (process["mean"], process["gathered"]) == (3.0, list(range(7)))
 
 
-@pytest.mark.exhaustive
 def test_an_assignment_that_does_not_fit_the_processes_is_refused(outcome):
     """A replica over two processes, processes with unlike numbers of replicas, and another order."""
     over, uneven, order = outcome[0]["refused"]
@@ -173,7 +171,6 @@ def test_an_assignment_that_does_not_fit_the_processes_is_refused(outcome):
     assert outcome[1]["refused"] == outcome[0]["refused"]
 
 
-@pytest.mark.exhaustive
 def test_strategies_of_different_kinds_are_named_before_their_first_step(outcome):
     """Even where the step and its state are the same, so that later steps alone would differ."""
     for process in outcome:
@@ -183,7 +180,6 @@ def test_strategies_of_different_kinds_are_named_before_their_first_step(outcome
         assert kinds in process["mixed"]
 
 
-@pytest.mark.exhaustive
 def test_the_collectives_between_processes_are_the_requested_ones(outcome):
     """By the strategy's options or operation, unless the call says otherwise; the sums are the same."""
     for process in outcome:
@@ -199,7 +195,6 @@ def test_the_collectives_between_processes_are_the_requested_ones(outcome):
         assert process["hierarchical"][1]["reduce-scatter"] == 1
 
 
-@pytest.mark.exhaustive
 def test_strategies_of_one_process_use_its_devices_and_ignore_the_cluster(outcome, one_device):
     """They train on the whole batch, each process for itself, and a line of the log says so."""
     for process in outcome:

@@ -19,6 +19,8 @@ import distribute_jax as dj
 from distribute_jax.callbacks import BackupAndRestore, LambdaCallback, ModelCheckpoint
 from distribute_jax.coordinator import ClusterCoordinator
 
+pytestmark = pytest.mark.exhaustive
+
 random = np.random.default_rng(0)
 X = random.normal(size=(139, 8)).astype(np.float32)
 Y = random.integers(0, 3, 139)
@@ -71,7 +73,6 @@ def of_one() -> tuple[dj.Model, Any]:
     return model, model.fit(X, Y, batch_size=8, epochs=2, verbose=0).history
 
 
-@pytest.mark.exhaustive
 def test_without_staleness_everything_has_the_bits_of_one_device(of_one: Any) -> None:
     """History, weights, optimizer, evaluation and prediction, the partial batch included."""
     expected, history = of_one
@@ -90,7 +91,6 @@ def test_without_staleness_everything_has_the_bits_of_one_device(of_one: Any) ->
     assert version == 3 * 18, "updates of two epochs and an evaluation"
 
 
-@pytest.mark.exhaustive
 def test_with_staleness_each_example_counts_once() -> None:
     """Weights differ from those of one device, but not the number of examples."""
     model = model_on(servers(staleness=3))
@@ -99,7 +99,6 @@ def test_with_staleness_each_example_counts_once() -> None:
     assert int(model.optimizer.step[...]) == 18
 
 
-@pytest.mark.exhaustive
 def test_saves_between_batches_have_all_batches_before(of_one: Any, tmp_path: Path) -> None:
     """A training that was interrupted goes on from batch 6 on one device, as if it had not been."""
     seen: list[Any] = []
@@ -131,7 +130,6 @@ def test_saves_between_batches_have_all_batches_before(of_one: Any, tmp_path: Pa
     assert_same(state_of(model), state_of(one))
 
 
-@pytest.mark.exhaustive
 def test_a_batch_whose_worker_is_killed_counts_once(of_one: Any) -> None:
     """In processes the history and the state are those of one device although a worker and a server end."""
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import long
 from flax import nnx
 
 import distribute_jax as dj
@@ -186,7 +185,7 @@ def test_a_worker_and_servers_compute_the_bits_of_one_device(
     ("tx", "servers"),
     [
         (optax.adam(0.01), 2),
-        long(optax.apply_if_finite(optax.adam(0.01), 3), 3),
+        (optax.apply_if_finite(optax.adam(0.01), 3), 3),
         (optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(0.1), optax.scale(-0.01)), 2),
     ],
 )

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import long
 from flax import nnx
 
 import distribute_jax as dj
@@ -195,14 +194,7 @@ def test_many_kills(one_device: dj.Strategy, staleness: int, engine: str) -> Non
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "engine",
-    [
-        "threads",
-        long("processes"),
-        pytest.param("ray", marks=[NEEDS_RAY, pytest.mark.exhaustive]),
-    ],
-)
+@pytest.mark.parametrize("engine", ["threads", "processes", pytest.param("ray", marks=NEEDS_RAY)])
 def test_lost_duplicated_or_late_messages_do_not_change_any_bit(
     one_device: dj.Strategy, engine: str
 ) -> None:

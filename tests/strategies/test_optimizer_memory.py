@@ -69,15 +69,11 @@ class Trained:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.exhaustive] * (n != "rules")) for n in STRATEGIES]
-)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_optimizer_state_stays_in_that_memory_with_the_same_bits(name: str, tmp_path: Path) -> None:
     """It is in that memory after create, training, verify, save and restore."""
-    usual, moved = (
-        Trained(STRATEGIES[name]()),
-        Trained(STRATEGIES[name](optimizer_memory_kind=KIND)),
-    )
+    usual = Trained(STRATEGIES[name]())
+    moved = Trained(STRATEGIES[name](optimizer_memory_kind=KIND))
     assert moved.kinds() == [{KIND}, {"device"}]
     usual.train()
     moved.train(verify="first")

@@ -37,18 +37,13 @@ def grouped(devices: int, shard_over: int | None, each: int = 1) -> dj.Strategy:
     return dj.FullyShardedStrategy(numbers, shard_over=shard_over, replicas_per_device=each)
 
 
-def every(*cases: Any) -> list[Any]:
-    """Marks all cases but the first as exhaustive."""
-    return [cases[0], *(long(*case) for case in cases[1:])]
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "devices", "shard_over", "each"),
-    every(
+    [
         ("loop", 4, 2, 1), ("remat", 4, 2, 1), ("remat", 8, 4, 1), ("remat", 8, 2, 1), ("remat", 4, 2, 2),
         ("loop", 8, 4, 1), ("scan", 8, 2, 1), ("dropout", 8, 4, 1), ("convolution", 8, 4, 1),
-    ),
+    ],
 )  # fmt: skip
 def test_training_equals_mirrored(name: str, devices: int, shard_over: int, each: int) -> None:
     """Each device has the bytes of one of k devices."""

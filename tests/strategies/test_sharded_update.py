@@ -313,15 +313,10 @@ def on_a_condition(model: Net, optimizer: Any, x: jax.Array, y: jax.Array) -> ja
 
 
 PROGRAMS = (in_a_scan, weights_used_again, gradients_returned, other_results, on_a_condition)
-LONG = (in_a_scan, weights_used_again, other_results, on_a_condition)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "body",
-    [pytest.param(body, marks=[pytest.mark.exhaustive] * (body in LONG)) for body in PROGRAMS],
-    ids=lambda body: body.__name__,
-)
+@pytest.mark.parametrize("body", PROGRAMS, ids=lambda body: body.__name__)
 def test_steps_that_are_only_partly_sharded_equal_mirrored(
     body: Callable[..., Any], z4: dj.MirroredStrategy
 ) -> None:

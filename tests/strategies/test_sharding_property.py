@@ -315,9 +315,8 @@ def compare(program: Any, figures: Counter[str], causes: Counter[str]) -> bool:
     try:
         whole = trained(Sharding((), devices, each), program)
     except (dj.LoweringError, dj.DeadlockError, dj.StaleCaptureError):
-        return (
-            False  # it communicates in a branch or a loop, or writes what a transformation captured
-        )
+        # It communicates in a branch or a loop, or writes what a transformation captured.
+        return False
     divided = trained(Sharding(kinds, devices, each), program)
     pairs = list(zip(*map(jax.tree.leaves, (whole, divided)), strict=True))
     figures["programs"] += 1

@@ -24,7 +24,10 @@ from jax.sharding import PartitionSpec as P
 
 import distribute_jax as dj
 
-pytestmark = pytest.mark.filterwarnings("ignore:The global batch has")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.filterwarnings("ignore:The global batch has"),
+]
 
 Sharded, Servers = dj.FullyShardedStrategy, dj.ParameterServerStrategy
 model_parallel = functools.partial(
@@ -272,14 +275,12 @@ def judge(o: Options) -> str:
 FEW = ("3 replicas", "4 on one", "sharded over 4")
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", FEW)
 def test_one_combination_is_that_of_one_device(strategy: str) -> None:
     """Partial batches, accumulated gradients, replicas without weight: the options of seed 73."""
     assert not judge(replace(draw(73), strategy=strategy, examples=41, optimizer="momentum"))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("block", range(15))
 def test_random_combinations_are_those_of_one_device_or_refused(block: int) -> None:
     jax.clear_caches()  # each fit leaves 800 memory mappings, of the 65,530 that a process may have

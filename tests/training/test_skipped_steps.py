@@ -178,13 +178,7 @@ STRATEGIES = {
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(k, marks=() if k == "two on each" else pytest.mark.exhaustive)
-        for k in STRATEGIES
-    ],
-)
+@pytest.mark.parametrize("kind", STRATEGIES)
 def test_fit_leaves_a_bad_batch_out(kind: str, warnings_logged: pytest.LogCaptureFixture) -> None:
     """From loss, metrics and weights; evaluate does not log it again."""
 
