@@ -9,12 +9,12 @@ from typing import Any
 
 import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from cases import long
 from flax import nnx
+from leaves import numbers
 
 import distribute_jax as dj
 from distribute_jax.checkpoint import load, save
@@ -102,14 +102,7 @@ class Run:
     def state(self) -> Any:
         """All numbers, to be compared bit by bit."""
         rest = {name: value for name, value in self.tree.items() if name != "data"}
-        return [
-            np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(rest)
-        ]
-
-
-def is_key(leaf: Any) -> bool:
-    """Returns whether a leaf is a typed random key."""
-    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+        return numbers(rest)
 
 
 @pytest.mark.parametrize(

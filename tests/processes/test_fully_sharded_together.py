@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import leaves
 import numpy as np
 import pytest
 from cases import long
@@ -238,8 +239,7 @@ def outcome(processes, alone):
 
 def assert_close(got, wanted):
     """Losses and state are equal to rounding: the sums of a job have another order."""
-    for mine, theirs in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=2e-4, atol=2e-6)
+    leaves.assert_close(got, wanted, rtol=2e-4, atol=2e-6)
 
 
 def test_processes_train_as_one_from_the_values_of_process_0(alone, outcome):

@@ -23,6 +23,7 @@ import optax
 import pytest
 from cases import long
 from flax import nnx
+from leaves import assert_same_bits, numbers
 
 import distribute_jax as dj
 from distribute_jax.coordinator import (
@@ -180,10 +181,7 @@ def trained(strategy: dj.Strategy) -> tuple[list[float], list[Any]]:
     else:
         losses = [strategy.run(step, args=(batch,)) for batch in batches]
     state = nnx.state((model, optimizer, seen, metric))
-    keyless = [
-        x for x in jax.tree.leaves(state) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    ]
-    return list(map(float, losses)), list(map(np.asarray, keyless))
+    return list(map(float, losses)), numbers(state)
 
 
 @pytest.mark.parametrize("servers", [3, long(1)])
@@ -193,8 +191,7 @@ def test_scheduled_steps_have_the_bits_of_one_device(servers: int) -> None:
     losses, state = trained(strategy)
     expected, of_one = trained(dj.OneDeviceStrategy("cpu:0"))
     assert losses == expected
-    for ours, theirs in zip(state, of_one, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    assert_same_bits(state, of_one)
 
 
 @pytest.mark.parametrize("bound", [0, long(1), 4])
@@ -645,9 +642,7 @@ def alternated(strategy: Any, schedule: Callable[..., Any]) -> list[Any]:
         schedule(steps[i % 2], args=(rng.normal(size=(8, 4)).astype(np.float32),))
     if isinstance(strategy, dj.ParameterServerStrategy):
         ClusterCoordinator(strategy).join(SECONDS)
-    keys = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
-    state = nnx.to_pure_dict(nnx.state((maker, critic, optimizers)))
-    return [np.asarray(keys(x)) for x in jax.tree.leaves(state)]
+    return numbers(nnx.state((maker, critic, optimizers)))
 
 
 @pytest.mark.exhaustive
@@ -657,8 +652,7 @@ def test_steps_that_share_state_use_the_same_servers(servers: int) -> None:
     of_one = dj.OneDeviceStrategy("cpu:0")
     wanted = alternated(of_one, of_one.run)
     strategy, coordinator = of_servers(2, servers=servers)
-    for one, other in zip(wanted, alternated(strategy, coordinator.schedule), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_bits(wanted, alternated(strategy, coordinator.schedule))
 
 
 @pytest.mark.exhaustive

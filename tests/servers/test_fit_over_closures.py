@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from leaves import assert_same_bits, numbers
 from test_processes import children
 
 import distribute_jax as dj
@@ -55,15 +55,7 @@ def servers(staleness: float = 0) -> dj.ParameterServerStrategy:
 
 def state_of(model: dj.Model) -> list[Any]:
     """All numbers of a model and its optimizer."""
-    leaves = jax.tree.leaves(nnx.state((model.module, model.optimizer)))
-    numbers = [x for x in leaves if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
-    return list(map(np.asarray, numbers))
-
-
-def assert_same(ours: list[Any], theirs: list[Any]) -> None:
-    """All numbers are equal bit by bit."""
-    for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_array_equal(a, b)
+    return numbers(nnx.state((model.module, model.optimizer)))
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +71,7 @@ def test_without_staleness_everything_has_the_bits_of_one_device(of_one: Any) ->
     strategy = servers()
     model = model_on(strategy)
     assert model.fit(X, Y, batch_size=8, epochs=2, verbose=0).history == history
-    assert_same(state_of(model), state_of(expected))
+    assert_same_bits(state_of(model), state_of(expected))
     assert model.evaluate(X, Y, batch_size=8, verbose=0) == expected.evaluate(
         X, Y, batch_size=8, verbose=0
     )
@@ -122,12 +114,12 @@ def test_saves_between_batches_have_all_batches_before(of_one: Any, tmp_path: Pa
     assert int(model.optimizer.step[...]) == 6
     one = model_on(dj.OneDeviceStrategy("cpu:0"))
     one.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=callbacks[:1])
-    assert_same(state_of(one), state_of(of_one[0]))
+    assert_same_bits(state_of(one), state_of(of_one[0]))
     one.save(tmp_path / "back")
     model.load(tmp_path / "back")
     for each in (model, one):
         each.fit(X[:32], Y[:32], batch_size=8, verbose=0)
-    assert_same(state_of(model), state_of(one))
+    assert_same_bits(state_of(model), state_of(one))
 
 
 def test_a_batch_whose_worker_is_killed_counts_once(of_one: Any) -> None:
@@ -141,5 +133,5 @@ def test_a_batch_whose_worker_is_killed_counts_once(of_one: Any) -> None:
     model, killing = model_on(strategy), LambdaCallback(on_train_batch_end=kill)
     history = model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[killing]).history
     assert history == of_one[1]
-    assert_same(state_of(model), state_of(of_one[0]))
+    assert_same_bits(state_of(model), state_of(of_one[0]))
     assert int(model.trainer.setup.tracker.loss.count[...]) == 139

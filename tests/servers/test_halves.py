@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from leaves import assert_same_bits, numbers, on_host
 
 import distribute_jax as dj
 from distribute_jax.servers._device_program import export_program, load_program
@@ -56,7 +57,7 @@ class Servers:
             state.update(zip(server.writes, new, strict=True))
         leaves = [stored[min(placement)][k] for k, placement in enumerate(halves.placement)]
         for k, placement in enumerate(halves.placement):
-            assert all(np.array_equal(key(stored[s][k]), key(leaves[k])) for s in placement)
+            assert all(np.array_equal(on_host(stored[s][k]), on_host(leaves[k])) for s in placement)
         flow = iter(leaves)
         for variable in bound.binding.variables:
             variable.set_raw_value(jax.tree.map(lambda _: next(flow), variable.get_raw_value()))
@@ -68,7 +69,7 @@ def sent(part: Any) -> Callable[..., list[Any]]:
     loaded = load_program(export_program(part, ["cpu"]))
 
     def run(*lists: list[Any]) -> list[Any]:
-        outs = loaded(*([jnp.asarray(key(x)) for x in some] for some in lists))
+        outs = loaded(*([jnp.asarray(on_host(x)) for x in some] for some in lists))
         assert len(outs) == len(part.returns)
         return [keyed(x, like) for x, like in zip(outs, part.returns, strict=True)]
 
@@ -78,13 +79,6 @@ def sent(part: Any) -> Callable[..., list[Any]]:
 def keyed(x: jax.Array, like: Any) -> jax.Array:
     """Returns random keys from their numbers."""
     return jax.random.wrap_key_data(x) if jnp.issubdtype(like.dtype, jax.dtypes.prng_key) else x
-
-
-def key(leaf: Any) -> Any:
-    """The numbers of an array, or of random keys."""
-    leaf = jnp.asarray(leaf)
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
 class Conv(nnx.Module):
@@ -163,7 +157,7 @@ def train(strategy: Any, model_of: Callable[[nnx.Rngs], nnx.Module], tx: Any) ->
 
     results = [strategy.run(step, args=batch) for batch in batches()]
     state = nnx.state((model, optimizer, metrics, seen))
-    return [key(x) for x in jax.tree.leaves((results, nnx.to_pure_dict(state)))]
+    return numbers((results, nnx.to_pure_dict(state)))
 
 
 @pytest.mark.exhaustive
@@ -176,8 +170,7 @@ def test_a_worker_and_servers_compute_the_bits_of_one_device(
     """Losses, results, weights, optimizer state, metrics and sums are bitwise equal after each step."""
     wanted = train(dj.OneDeviceStrategy("cpu:0"), MODELS[model], OPTIMIZERS[optimizer])
     got = train(Servers(servers), MODELS[model], OPTIMIZERS[optimizer])
-    for one, other in zip(wanted, got, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_bits(wanted, got)
 
 
 @pytest.mark.exhaustive
@@ -214,8 +207,7 @@ def test_updates_that_read_other_state_compute_the_bits_of_one_device(tx: Any, s
         return jax.tree.leaves(nnx.to_pure_dict(nnx.state((model, optimizer, average))))
 
     of_servers = Servers(servers)
-    for one, other in zip(run(dj.OneDeviceStrategy("cpu:0")), run(of_servers), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_bits(run(dj.OneDeviceStrategy("cpu:0")), run(of_servers))
     where = dict(zip(of_servers.halves.names, map(tuple, of_servers.halves.placement), strict=True))
     averages = [name for name in where if name.startswith("average.")]
     assert [where[name] for name in averages] == [
@@ -397,7 +389,7 @@ def test_two_steps_from_the_same_state_both_count():
         new = server.apply([state[k] for k in server.reads], [handed[i] for i in server.takes])
         state.update(zip(server.writes, new, strict=True))
     ends = {
-        name: float(np.sum(key(state[k])))
+        name: float(np.sum(on_host(state[k])))
         for k, name in enumerate(halves.names)
         if "key" not in name
     }
@@ -409,8 +401,7 @@ def test_serialized_programs_compute_the_same_bits():
     """Serialized and loaded, with random keys and batch norm."""
     wanted = train(dj.OneDeviceStrategy("cpu:0"), Conv, OPTIMIZERS["clip+adam"])
     got = train(Servers(2, travels=True), Conv, OPTIMIZERS["clip+adam"])
-    for one, other in zip(wanted, got, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_bits(wanted, got)
 
 
 def test_a_step_that_calls_python_cannot_be_serialized():

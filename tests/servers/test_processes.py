@@ -23,6 +23,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from leaves import assert_same_bits, numbers
 
 import distribute_jax as dj
 from distribute_jax.coordinator import ClusterCoordinator
@@ -120,9 +121,7 @@ def trained(one: dj.Strategy, inputs: Any) -> tuple[Any, list[float]]:
 def leaves(state: Any) -> list[Any]:
     """The numbers of the model, of the optimizer and of the counter."""
     model, optimizer, count = state
-    held = jax.tree.leaves((nnx.state(model), nnx.state(optimizer), count[...]))
-    is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in held]
+    return numbers((nnx.state(model), nnx.state(optimizer), count[...]))
 
 
 EACH = 40
@@ -166,8 +165,7 @@ def test_kills_do_not_change_any_bit(one_device: dj.Strategy, engine: str) -> No
     state, losses, _ = run_with_kills(["worker", "server"], seed=1, engine=engine, servers=1)
     expected, of_one = trained(one_device, batches(len(losses)))
     assert losses == of_one
-    for got, want in zip(state, expected, strict=True):
-        np.testing.assert_array_equal(got, want)
+    assert_same_bits(state, expected)
 
 
 @pytest.mark.exhaustive
@@ -188,8 +186,7 @@ def test_many_kills(one_device: dj.Strategy, staleness: int, engine: str) -> Non
     if staleness == 0:
         expected, of_one = trained(one_device, batches(len(losses)))
         assert losses == of_one
-        for got, want in zip(state, expected, strict=True):
-            np.testing.assert_array_equal(got, want)
+        assert_same_bits(state, expected)
     assert max(killer.seconds) < 30
 
 
@@ -210,8 +207,7 @@ def test_lost_duplicated_or_late_messages_do_not_change_any_bit(
     assert strategy._coordinator._log.attempts > EACH
     expected, of_one = trained(one_device, batches(EACH))
     assert [float(x) for x in coordinator.fetch(losses)] == of_one
-    for got, want in zip(leaves(state), expected, strict=True):
-        np.testing.assert_array_equal(got, want)
+    assert_same_bits(leaves(state), expected)
     before = strategy._coordinator._log.attempts
     coordinator.schedule(step, args=(batches(1)[0],))
     coordinator.join(SECONDS)
@@ -254,8 +250,7 @@ def test_connections_that_break_within_a_message_do_not_change_any_bit(
         assert not left, "each was sent"
     expected, of_one = trained(one_device, batches(len(losses)))
     assert [float(x) for x in coordinator.fetch(losses)] == of_one
-    for got, want in zip(leaves(state), expected, strict=True):
-        np.testing.assert_array_equal(got, want)
+    assert_same_bits(leaves(state), expected)
 
 
 def sockets_that_listen(pids: list[int]) -> Iterator[str]:

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from leaves import assert_same_bits, numbers
 
 import distribute_jax as dj
 from distribute_jax.coordinator import ClusterCoordinator
@@ -66,12 +67,6 @@ def train(strategy: Any, run: Any) -> tuple[list[Any], Any]:
     return results, lambda: nnx.to_pure_dict(nnx.state((model, optimizer, metric, seen)))
 
 
-def numbers(tree: Any) -> list[np.ndarray[Any, Any]]:
-    """The leaves; of random keys their numbers, and of values of replicas each."""
-    is_key = lambda x: jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key)  # noqa: E731
-    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("replicas", "servers"), [(2, 2), (3, 1)])
 def test_workers_that_make_an_update_are_replicas(replicas: int, servers: int) -> None:
@@ -84,8 +79,7 @@ def test_workers_that_make_an_update_are_replicas(replicas: int, servers: int) -
     assert strategy.num_replicas_in_sync == replicas
     results, state = train(strategy, coordinator.schedule)
     coordinator.join(SECONDS)
-    for one, other in zip(expected, numbers((coordinator.fetch(results), state())), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_same_bits(expected, numbers((coordinator.fetch(results), state())))
     assert coordinator.stats.version == 3
     assert sum(coordinator.stats.applied) == 3 * replicas
 

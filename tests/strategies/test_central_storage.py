@@ -16,6 +16,7 @@ import optax
 import pytest
 from cases import long
 from flax import nnx
+from leaves import assert_close, numbers
 
 import distribute_jax as dj
 
@@ -73,13 +74,6 @@ def arrays(*trees: object) -> list[jax.Array]:
     return jax.tree.leaves([nnx.state(tree) for tree in trees])
 
 
-def numbers(*trees: object) -> list[np.ndarray]:
-    return [
-        np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
-        for x in arrays(*trees)
-    ]
-
-
 def train(strategy: dj.Strategy, options: dj.RunOptions | None = None, steps: int = 1):
     """Trains on six batches; returns losses, state as numbers, the rows of the last step, and the objects."""
     model, optimizer = built(strategy)
@@ -94,7 +88,7 @@ def train(strategy: dj.Strategy, options: dj.RunOptions | None = None, steps: in
             loss, rows = strategy.run_steps(step, iterator, steps=steps, options=options)
             losses += loss.tolist()
     gathered = np.asarray(strategy.gather(rows, axis=0 if steps == 1 else 1))
-    return losses, numbers(model, optimizer), gathered, (model, optimizer)
+    return losses, numbers(arrays(model, optimizer)), gathered, (model, optimizer)
 
 
 @functools.cache
@@ -138,8 +132,7 @@ def test_training_equals_mirrored_and_leaves_no_state_on_other_devices(
     assert all(array.devices() == {CENTRE} for array in arrays(*objects))
     assert find_state_elsewhere(before, objects) == []
     np.testing.assert_allclose(losses, wanted[0], rtol=1e-5)
-    for a, b in zip(state, wanted[1], strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert_close(state, wanted[1], rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(rows if steps == 1 else rows[-1], wanted[2], rtol=1e-4, atol=1e-5)
 
 
@@ -306,8 +299,7 @@ def test_large_arrays_may_be_in_another_memory_of_the_parameter_device(kind: str
     default = CENTRE.default_memory().kind  # small ones can be computed with
     assert {x.sharding.memory_kind for x in arrays(*objects) if x.size < 1024} == {default}
     np.testing.assert_allclose(losses, mirrored(4)[0], rtol=1e-5)
-    for a, b in zip(state, mirrored(4)[1], strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert_close(state, mirrored(4)[1], rtol=1e-4, atol=1e-6)
 
 
 # Devices

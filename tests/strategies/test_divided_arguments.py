@@ -12,6 +12,7 @@ import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec
+from leaves import assert_close
 
 import distribute_jax as dj
 
@@ -63,8 +64,7 @@ def test_a_train_state_stays_sharded_and_equals_a_mirrored_one(
     (ours, losses), (whole, theirs) = trained(strategy), trained(mirrored)
     tolerance = 1e-5 if shard_over else 0
     leaves = jax.tree.leaves((losses, ours.params)), jax.tree.leaves((theirs, whole.params))
-    for a, b in zip(*leaves, strict=True):
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance / 10)
+    assert_close(*leaves, rtol=tolerance, atol=tolerance / 10)
     axis = "shard" if shard_over else "data"
     for tree in (ours.params, ours.opt_state[0].trace):
         assert tree["Dense_0"]["kernel"].sharding.spec == PartitionSpec(axis)
@@ -83,8 +83,7 @@ def test_rules_shard_a_train_state() -> None:
         assert kernel.sharding.spec == PartitionSpec("data", "model")
     one, theirs = trained(dj.OneDeviceStrategy("cpu:0"))
     np.testing.assert_allclose(losses, theirs, rtol=1e-6)
-    for a, b in zip(jax.tree.leaves(ours.params), jax.tree.leaves(one.params), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
+    assert_close(ours.params, one.params, atol=1e-6)
 
 
 def test_rules_leave_factored_moments_whole() -> None:

@@ -10,11 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import leaves
 import numpy as np
 import optax
 import pytest
 from cases import long
 from flax import nnx
+from leaves import assert_same_bits, on_host
 
 import distribute_jax as dj
 from distribute_jax.program import _state_placement
@@ -135,18 +137,7 @@ def trained(strategy: dj.Strategy, model: Any, optimizer: Any, sizes: Any = (16,
 
 def values(tree: Any) -> Any:
     """The numbers of modules and optimizers; keys as their data."""
-
-    def on_host(x: Any) -> Any:
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return np.asarray(jax.random.key_data(x) if is_key else x)
-
     return jax.tree.map(on_host, nnx.to_pure_dict(nnx.state(tree)))
-
-
-def assert_same_bits(a: Any, b: Any) -> None:
-    """Asserts that two pytrees have the same bits."""
-    pairs = zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True)
-    assert not [jax.tree_util.keystr(path) for (path, x), y in pairs if not np.array_equal(x, y)]
 
 
 def test_every_device_keeps_its_share(
@@ -264,8 +255,7 @@ def clipped() -> optax.GradientTransformation:
 
 
 def assert_close(got: Any, wanted: Any, atol: float = 1e-6) -> None:
-    for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=atol)
+    leaves.assert_close(got, wanted, rtol=1e-4, atol=atol)
 
 
 def mirrored_and_divided(

@@ -12,6 +12,7 @@ import pytest
 from cases import long
 from flax import nnx
 from jax.sharding import PartitionSpec
+from leaves import assert_close, assert_same_bits
 
 import distribute_jax as dj
 
@@ -108,8 +109,7 @@ def test_numbers_of_one_device(
     runs = [trained(each, sizes) for each in (strategy, dj.OneDeviceStrategy(0))]
     states = [nnx.to_pure_dict(nnx.state(run[:2])) for run in runs]
     np.testing.assert_allclose(runs[0][2], runs[1][2], rtol=1e-6)
-    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
+    assert_close(*states, atol=1e-6)
     of_model, of_optimizer = map(specs, runs[0][:2])
     shares = fully_sharded and data > 1
     if shares:
@@ -170,8 +170,7 @@ def test_replicas_of_one_row_of_devices(each: Any) -> None:
         assert strategy.num_replicas_in_sync == 4
     (model, _, losses), (other, _, expected) = trained(strategy), trained(dj.OneDeviceStrategy(0))
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
-    for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (model, other)), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-6)
+    assert_close(*map(nnx.state, (model, other)), atol=1e-6)
     assert not model.blocks.up.kernel.get_raw_value().is_fully_replicated
 
 
@@ -360,8 +359,7 @@ def test_created_state_is_that_of_the_scope(name: str) -> None:
     with strategy.scope():
         made = build()
     flat = [jax.tree.leaves(nnx.state(nest)) for nest in (created, made)]
-    for a, b in zip(*flat, strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert_same_bits(*flat)
     places = [leaf.sharding for leaf in flat[0]]
     model, optimizer = created
     strategy.run(lambda: (model(jnp.zeros((1, 4), int)).sum(), optimizer.step.get_value()))

@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import leaves
 import numpy as np
 import optax
 import pytest
 from cases import long
 from flax import nnx
+from leaves import numbers
 
 import distribute_jax as dj
 from distribute_jax.testing import LocalCluster
@@ -124,8 +126,7 @@ def trained(
     else:
         outs = [strategy.run(step, args=batch) for batch in data]
     results = [part for loss, own in outs for part in (loss, *parts(strategy, own))]
-    state = jax.tree.leaves(nnx.state((net, optimizer)))
-    return [np.asarray(on_host(x)) for x in (*results, *state, seen.compute())]
+    return numbers((results, nnx.state((net, optimizer)), seen.compute()))
 
 
 def parts(strategy: dj.Strategy, value: Any) -> tuple[Any, ...]:
@@ -133,16 +134,9 @@ def parts(strategy: dj.Strategy, value: Any) -> tuple[Any, ...]:
     return tuple(strategy.experimental_local_results(value))
 
 
-def on_host(x: Any) -> Any:
-    """Converts random keys to numbers."""
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.extended) else x
-
-
 def assert_close(left: list[np.ndarray], right: list[np.ndarray], most: float) -> None:
     """Compares all arrays; bitwise if the tolerance is 0."""
-    assert len(left) == len(right)
-    for a, b in zip(left, right, strict=True):
-        np.testing.assert_allclose(a, b, rtol=most, atol=most)
+    leaves.assert_close(left, right, rtol=most, atol=most)
 
 
 @pytest.mark.parametrize(

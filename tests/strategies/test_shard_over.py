@@ -18,16 +18,8 @@ from cases import long
 from flax import nnx
 from jax.experimental import io_callback
 from jax.sharding import PartitionSpec
-from test_fully_sharded import (
-    MODELS,
-    assert_close,
-    assert_same_bits,
-    collectives,
-    made,
-    program,
-    trained,
-    values,
-)
+from leaves import assert_same_bits
+from test_fully_sharded import MODELS, assert_close, collectives, made, program, trained, values
 
 import distribute_jax as dj
 

@@ -12,6 +12,7 @@ import optax
 import pytest
 from cases import long
 from flax import nnx
+from leaves import assert_close
 from model_factory import compile_model
 
 import distribute_jax as dj
@@ -95,8 +96,7 @@ def test_a_rate_that_became_state_changes_no_update(make: Any, rate: Any):
         for _ in range(3):
             now, state = step(now, state)
         finals.append(now)
-    for a, b in zip(*map(jax.tree.leaves, finals), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-7)
+    assert_close(*finals, rtol=2e-7)
     rates = [part.hyperparams["learning_rate"] for part in state if hasattr(part, "hyperparams")]
     last = rate if isinstance(rate, float) else float(rate(2))
     assert [float(r) for r in rates] == pytest.approx([] if make is optax.fromage else [last])
@@ -189,5 +189,4 @@ def test_parameter_servers_accumulate_for_lamb():
         model.compile(optax.lamb(0.1), "mse", gradient_accumulation_steps=2)
         model.fit(X[:16], TARGETS, batch_size=4, verbose=0)
         weights.append(model.get_weights())
-    for weight, expected in zip(*weights, strict=True):
-        np.testing.assert_allclose(weight, expected, rtol=2e-5, atol=2e-6)
+    assert_close(*weights, rtol=2e-5, atol=2e-6)

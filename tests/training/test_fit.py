@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from leaves import assert_close
 from model_factory import compile_model
 
 import distribute_jax as dj
@@ -63,8 +64,7 @@ def batches(rows: int = 22) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def close(a: Any, b: Any, rel: float = 1e-5) -> None:
-    for one, other in zip(a, b, strict=True):
-        np.testing.assert_allclose(one, other, rtol=rel, atol=1e-6)
+    assert_close(a, b, rtol=rel, atol=1e-6)
 
 
 @functools.cache

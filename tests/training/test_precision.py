@@ -12,6 +12,7 @@ import optax
 import pytest
 from cases import long
 from flax import nnx
+from leaves import assert_close, assert_same_bits
 from model_factory import Scale, compile_model
 
 import distribute_jax as dj
@@ -49,8 +50,7 @@ def test_accumulated_gradients_are_those_of_the_larger_batch(strategy: dj.Strate
     fit(small)
     large.fit(X, Y, batch_size=12, shuffle=False, verbose=0)
     assert int(small.optimizer.step[...]) == int(large.optimizer.step[...]) == 2
-    for a, b in zip(small.get_weights(), large.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert_close(small.get_weights(), large.get_weights(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.exhaustive
@@ -80,8 +80,7 @@ def test_accumulated_gradients_are_part_of_a_checkpoint(
     half.save(tmp_path / "half")
     other.load(tmp_path / "half")
     other.fit(X[12:16], Y[12:16], batch_size=4, shuffle=False, verbose=0)
-    for a, b in zip(whole.get_weights(), other.get_weights(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert_close(whole.get_weights(), other.get_weights(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", long("mixed_bfloat16")])
@@ -106,8 +105,7 @@ def test_an_overflow_is_skipped_and_halves_the_scale(strategy: dj.Strategy):
     model = make_model(strategy, dtype_policy="mixed_float16")
     before = model.get_weights()
     model.train_on_batch(X[:4] * 1e4, Y[:4] * 1e8)
-    for a, b in zip(before, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same_bits(before, model.get_weights())
     assert int(model.optimizer.step[...]) == 0
     assert float(model.optimizer.loss_scale.scale[...]) == 2.0**14
     model.train_on_batch(X[:4], Y[:4])
@@ -179,8 +177,7 @@ def test_policy_scaling_and_accumulation_in_a_users_loop(strategy: dj.Strategy):
             strategy.run(step, args=batch)
         assert int(optimizer.step[...]) == 3
         nets.append(net)
-    for a, b in zip(*(jax.tree.leaves(nnx.to_pure_dict(nnx.state(n))) for n in nets), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-3)
+    assert_close(*(nnx.to_pure_dict(nnx.state(n)) for n in nets), rtol=2e-2, atol=2e-3)
 
 
 def test_unknown_options_are_refused():

@@ -14,6 +14,7 @@ import optax
 import pytest
 from cases import long
 from flax import nnx
+from leaves import on_host
 
 import distribute_jax as dj
 
@@ -74,13 +75,7 @@ class Training:
         """Returns all state that the step writes, except the counts."""
         parts = nnx.state(self.net), nnx.state(self.optimizer), nnx.state(self.metric)
         named = jax.tree_util.tree_leaves_with_path(parts)
-        leaves = [x for path, x in named if "guard" not in jax.tree_util.keystr(path)]
-        return [
-            np.asarray(
-                jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-            ).tobytes()
-            for x in leaves
-        ]
+        return [on_host(x).tobytes() for p, x in named if "guard" not in jax.tree_util.keystr(p)]
 
 
 @pytest.fixture

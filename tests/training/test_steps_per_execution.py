@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from leaves import assert_close
 
 import distribute_jax as dj
 from distribute_jax.training import _trainer
@@ -56,6 +56,4 @@ def test_fit_measures_and_ends_at_the_same_weights(
         model.fit(x, y, batch_size=8, epochs=12, shuffle=False, verbose=0)
         models.append(model)
     assert models[1].trainer.steps_per_execution("train").size >= 8
-    one, other = (jax.tree.leaves(nnx.state(model.module)) for model in models)
-    for a, b in zip(one, other, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert_close(*(nnx.state(model.module) for model in models), rtol=1e-6)

@@ -15,6 +15,7 @@ import pytest
 from cases import long
 from flax import nnx
 from jax.experimental import io_callback
+from leaves import numbers
 
 import distribute_jax as dj
 from distribute_jax.callbacks import BackupAndRestore, CheckInSync, LambdaCallback, LossSpike
@@ -56,12 +57,7 @@ def fit_one_epoch(model: dj.Model, data: list[Any], *callbacks: Any) -> list[np.
 
 def state(model: dj.Model) -> list[np.ndarray]:
     """Returns weights, random streams and optimizer."""
-    parts = nnx.state(model.module), nnx.state(model.optimizer)
-    is_key = jax.dtypes.prng_key
-    return [
-        np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, is_key) else x)
-        for x in jax.tree.leaves(parts)
-    ]
+    return numbers((nnx.state(model.module), nnx.state(model.optimizer)))
 
 
 def bits_are_equal(left: list[np.ndarray], right: list[np.ndarray]) -> bool:
