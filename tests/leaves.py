@@ -1,4 +1,4 @@
-"""The numbers of pytrees, and comparisons of them."""
+"""A variable of replicas, the numbers of pytrees, and comparisons of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+import distribute_jax as dj
+
+
+def sum_on_read(value: Any = 0.0) -> dj.Variable:
+    """A variable whose value is the sum of what the replicas hold."""
+    synchronization, aggregation = dj.VariableSynchronization.ON_READ, dj.VariableAggregation.SUM
+    return dj.Variable(value, synchronization=synchronization, aggregation=aggregation)
 
 
 def on_host(x: Any) -> np.ndarray:

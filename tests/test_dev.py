@@ -563,9 +563,7 @@ def test_ci_runs_the_oldest_and_the_newest_python(tmp_path: Path) -> None:
     assert calls[-1] == "3.13 .venv dev.py test"
 
 
-def test_of_a_test_with_parameters_the_first_case_is_kept(
-    pytestconfig: pytest.Config,
-) -> None:
+def test_of_a_test_with_parameters_the_first_case_is_kept(pytestconfig: pytest.Config) -> None:
     here = pytestconfig.pluginmanager.get_plugin(str(REPOSITORY / "tests" / "conftest.py"))
     names = ["a.py::f[1]", "a.py::f[2]", "a.py::g", "b.py::f[1]"]
     items = [SimpleNamespace(nodeid=name, path=here.TESTS / name[:4]) for name in names]

@@ -42,44 +42,20 @@ LIBRARY = str(Path(dj.__file__).parent)
 SECONDS = 60
 """A case that takes longer hangs; most take a hundredth of a second, and a machine may be busy."""
 
+ALL_REDUCE_SUMS = [
+    f"{n}.all_reduce_sum" for n in dir(dj) if n.endswith(("Reduce", "Ops", "Device"))
+]
 EXCLUDED = {
     "SidecarEvaluator.start": "waits for checkpoints as long as its process lives",
-    **dict.fromkeys(
-        [
-            f"{name}.all_reduce_sum"
-            for name in dir(dj)
-            if name.endswith(("Reduce", "Ops", "Device"))
-        ],
-        "is written by a user, and called by the library",
-    ),
+    **dict.fromkeys(ALL_REDUCE_SUMS, "is written by a user, and called by the library"),
     "LocalCluster.run": "starts processes, for which tests/testing has its own bad functions",
 }
-MADE_BY_LIBRARY = frozenset(
-    [
-        "ArrayDataset",
-        "ClusterResolver",
-        "CrossDeviceOps",
-        "DistributedDataset",
-        "DistributedIterator",
-        "DistributedValues",
-        "FileDataset",
-        "Log",
-        "Metric",
-        "Mirrored",
-        "OptionalElement",
-        "Partitioner",
-        "PerReplica",
-        "PlanTable",
-        "ProcessResult",
-        "RemoteValue",
-        "ReplicaContext",
-        "Stats",
-        "StepPlan",
-        "Strategy",
-        "StrategyReport",
-        "TPUSystemMetadata",
-    ]
-)
+MADE_BY_LIBRARY = {
+    *("ArrayDataset", "ClusterResolver", "CrossDeviceOps", "DistributedDataset", "FileDataset"),
+    *("DistributedIterator", "DistributedValues", "Log", "Metric", "Mirrored", "OptionalElement"),
+    *("Partitioner", "PerReplica", "PlanTable", "ProcessResult", "RemoteValue", "ReplicaContext"),
+    *("Stats", "StepPlan", "Strategy", "StrategyReport", "TPUSystemMetadata"),
+}
 """Classes of which the library makes the objects, or a user a subclass."""
 
 X, Y = np.ones((8, 3), np.float32), np.ones((8, 1), np.float32)
@@ -355,10 +331,10 @@ USE: dict[type, Callable[[World, Any], Any]] = {
     dj.InputOptions: lambda w, value: use(w, w.s2.distribute_dataset([X, X], value)),
     dj.RunOptions: lambda w, value: w.s2.run(first, args=(1.0,), options=value),
     dj.experimental.CommunicationOptions: _all_reduce,
-    dj.cluster_resolver.ClusterResolver: lambda w, value: (
+    dj.cluster_resolver.ClusterResolver: lambda w, value: [
         value.master(),
         value.num_accelerators(),
-    ),
+    ],
     dj.CheckpointManager: _save,
     dj.summary.SummaryWriter: _write,
     dj.Model: lambda w, value: value.train_on_batch(X, Y),
@@ -468,11 +444,8 @@ def arguments(w: World, case: Case) -> tuple[list[Any], dict[str, Any]]:
                 {seeded.choice(["bogus", "mask", "name"]): _bad(w, seeded)} if is_wrong else {}
             )
         elif is_wrong or required:
-            value = (
-                _bad
-                if is_wrong
-                else functools.partial(_good, target=case.target, parameter=parameter)
-            )(w, seeded=seeded)
+            good = functools.partial(_good, target=case.target, parameter=parameter)
+            value = (_bad if is_wrong else good)(w, seeded=seeded)
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 args.append(value)
             else:
@@ -592,8 +565,5 @@ def raw(error: BaseException) -> str | None:
         (f, line) for f, (_, line) in zip(files, frames, strict=True) if f.startswith(LIBRARY)
     ]
     where = "{}:{}".format(*in_library[-1]).removeprefix(LIBRARY + "/") if in_library else "outside"
-    return (
-        f"{type(error).__name__} from {where}: {text.strip().splitlines()[0]:.120}"
-        if text.strip()
-        else (f"{type(error).__name__} from {where}, without a text")
-    )
+    name, lines = type(error).__name__, text.strip().splitlines() or ["without a text"]
+    return f"{name} from {where}: {lines[0]:.120}"

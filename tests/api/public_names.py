@@ -144,11 +144,8 @@ def annotation_faults(package: ModuleType) -> Iterator[str]:
         if not inspect.isfunction(public.value):
             continue
         signature = inspect.signature(public.value)
-        missing = [
-            p.name
-            for p in signature.parameters.values()
-            if p.annotation is p.empty and p.name not in {"self", "cls"}
-        ]
+        named = {n: p for n, p in signature.parameters.items() if n not in {"self", "cls"}}
+        missing = [n for n, p in named.items() if p.annotation is p.empty]
         if signature.return_annotation is signature.empty:
             missing.append("the result")
         if missing:

@@ -117,17 +117,11 @@ def test_peers_that_are_missing_die_hang_or_train_differently_are_rows_that_say_
 ):
     """The others are measured all the same, within a bound, and no process is left."""
     behaviour = {"keras_jax": "dies", "nnx_jit": "hangs", "pmap": "differs"}
-    monkeypatch.setattr(
-        against_peers,
-        "peer_command",
-        lambda _, key, work, path: [
-            *fake,
-            behaviour.get(key[0], "ok"),
-            work.model,
-            str(key[1]),
-            path,
-        ],
-    )
+
+    def command(_, key, work, path):
+        return [*fake, behaviour.get(key[0], "ok"), work.model, str(key[1]), path]
+
+    monkeypatch.setattr(against_peers, "peer_command", command)
     started = time.monotonic()
     options = Options(
         works=(TINY,),
@@ -171,11 +165,8 @@ def test_an_interrupt_ends_every_peer(
 
     pids: list[int] = []
     monkeypatch.setattr(against_peers._Session, "_turns", interrupted)
-    monkeypatch.setattr(
-        against_peers,
-        "peer_command",
-        lambda _, key, work, path: [*fake, "ok", work.model, str(key[1]), path],
-    )
+    command = lambda _, key, work, path: [*fake, "ok", work.model, str(key[1]), path]  # noqa: E731
+    monkeypatch.setattr(against_peers, "peer_command", command)
     with pytest.raises(KeyboardInterrupt):
         measure(Options(works=(TINY,), replicas=(1,), peers=(OURS, "pmap")))
     assert len(pids) == 2
@@ -222,10 +213,7 @@ def test_processes_on_jax_are_measured():
     assert not list(log.of("absent"))
     assert {record["differs"] for record in log.of("losses")} == {""}
     kept = [record for record in log.of("speed") if "kept" in record]
-    assert [(record["peer"], record["replicas"]) for record in kept] == [
-        (OURS, 2),
-        ("shard_map", 2),
-    ]
+    assert {(r["peer"], r["replicas"]) for r in kept} == {(OURS, 2), ("shard_map", 2)}
 
 
 @pytest.mark.exhaustive
@@ -242,17 +230,14 @@ def test_peers_that_divide_the_model_have_its_bytes_and_lines():
     assert [marked_lines(name) for name in ("fully_sharded", "pmap")] == [7, 0]
 
 
+FLAX = {"jax", "flax", "optax"}
+USERS = (OURS, "fully_sharded", "model_parallel", "servers")
 ALLOWED = {
-    OURS: {"jax", "flax", "optax", "distribute_jax"},
-    **{name: {"jax", "flax", "optax"} for name in ("shard_map", "sharded_jit", "pmap", "nnx_jit")},
+    **{name: FLAX | {"distribute_jax"} for name in USERS},
+    **dict.fromkeys(("shard_map", "sharded_jit", "pmap", "nnx_jit", "flax_guide"), FLAX),
     "keras_jax": {"jax", "keras"},
     "tensorflow_mirrored": {"keras", "tensorflow"},
     "pytorch_ddp": {"torch"},
-    **{
-        name: {"jax", "flax", "optax", "distribute_jax"}
-        for name in ("fully_sharded", "model_parallel", "servers")
-    },
-    "flax_guide": {"jax", "flax", "optax"},
     "keras_model_parallel": {"jax", "keras"},
     "pytorch_fully_shard": {"torch"},
     "tensorflow_servers": {"tensorflow"},

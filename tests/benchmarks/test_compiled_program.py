@@ -51,10 +51,8 @@ def hand_written(work: Workload, replicas: int, *, summed: bool = True) -> Any:
     ids=lambda value: value if isinstance(value, int) else value.name,
 )
 def test_run_compiles_to_the_hand_written_program(work: Workload, replicas: int) -> None:
-    ours, theirs = (
-        counted(compiled_of(mirrored(work, replicas))),
-        counted(hand_written(work, replicas)),
-    )
+    ours = counted(compiled_of(mirrored(work, replicas)))
+    theirs = counted(hand_written(work, replicas))
     # XLA adds up in float32, so the order of the operations shows in the last digit.
     assert ours == pytest.approx(theirs, rel=1e-6)
     assert ours["aliased buffers"] == work.variables()
@@ -62,11 +60,7 @@ def test_run_compiles_to_the_hand_written_program(work: Workload, replicas: int)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "work",
-    [MLP, DEEP, CNN, SMALL_TRANSFORMER],
-    ids=lambda work: work.name,
-)
+@pytest.mark.parametrize("work", [MLP, DEEP, CNN, SMALL_TRANSFORMER], ids=lambda work: work.name)
 def test_one_replica_sums_nothing(work: Workload) -> None:
     """Its program is the hand-written one without the sum, but that gradients stay apart in memory."""
     ours = counted(compiled_of(mirrored(work, 1)))

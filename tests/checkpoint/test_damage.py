@@ -148,34 +148,27 @@ def test_300_random_damages_are_detected_or_harmless(sound: Path, tmp_path: Path
     assert set(arrays) == {"found"}
 
 
+def manifest(step: Path) -> Path:
+    return step / "manifest.json"
+
+
+def metadata(step: Path) -> Path:
+    return next(step.glob("arrays-*/whole-0/_METADATA"))
+
+
 REASONS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no manifest": (lambda step: (step / "manifest.json").unlink(), "has no manifest.json"),
-    "half a manifest": (
-        lambda step: (step / "manifest.json").write_text('{"sha256"'),
-        "manifest.json cannot be read",
-    ),
+    "no manifest": (lambda step: manifest(step).unlink(), "has no manifest.json"),
+    "half a manifest": (lambda step: manifest(step).write_text('{"sha256"'), "json cannot be read"),
     "a changed value": (
-        lambda step: (step / "manifest.json").write_text(
-            (step / "manifest.json").read_text().replace("step 2", "step 3")
+        lambda step: manifest(step).write_text(
+            manifest(step).read_text().replace("step 2", "step 3")
         ),
         "manifest.json is not what was written",
     ),
-    "a deleted file": (
-        lambda step: next(step.glob("arrays-*/whole-0/_METADATA")).unlink(),
-        "_METADATA: missing",
-    ),
-    "a short file": (
-        lambda step: next(step.glob("arrays-*/whole-0/_METADATA")).write_text("{}"),
-        "_METADATA: other bytes than were written",
-    ),
-    "no arrays": (
-        lambda step: shutil.rmtree(next(step.glob("arrays-*"))),
-        "manifest.ocdbt: missing",
-    ),
-    "another step": (
-        lambda step: step.rename(step.parent / "7"),
-        r"7 contains step 2; was it renamed",
-    ),
+    "a deleted file": (lambda step: metadata(step).unlink(), "_METADATA: missing"),
+    "a short file": (lambda step: metadata(step).write_text("{}"), "_METADATA: other bytes than"),
+    "no arrays": (lambda step: shutil.rmtree(next(step.glob("arrays-*"))), "ocdbt: missing"),
+    "another step": (lambda step: step.rename(step.parent / "7"), "7 contains step 2; was it"),
 }
 
 

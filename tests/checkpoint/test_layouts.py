@@ -124,11 +124,8 @@ def training(strategy: dj.Strategy) -> dict[str, Any]:
 
 def where(tree: Any) -> list[Any]:
     """Returns the sharding of every array."""
-    return [
-        x.sharding if x.committed else "anywhere"
-        for x in jax.tree.leaves(tree)
-        if isinstance(x, jax.Array)
-    ]
+    arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+    return [x.sharding if x.committed else "anywhere" for x in arrays]
 
 
 @pytest.mark.exhaustive

@@ -87,11 +87,8 @@ def test_the_counter_ends_at_replicas_times_steps(
 def test_saving_and_exiting_can_be_replaced(tmp_path: Path):
     """save_fn gets the arguments of the call; after an exit_fn that returns, training goes on."""
     called: list[Any] = []
-    counting = Counting(
-        tmp_path,
-        save_fn=lambda *args, **names: called.append((args, names)),
-        exit_fn=lambda: called.append("exit"),
-    )
+    save_fn = lambda *args, **names: called.append((args, names))  # noqa: E731
+    counting = Counting(tmp_path, save_fn=save_fn, exit_fn=lambda: called.append("exit"))
     counting.notice.set()
     while len(called) < 2:
         counting.handler.save_checkpoint_if_preempted("a", b=1)

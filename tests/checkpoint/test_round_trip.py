@@ -22,25 +22,9 @@ import distribute_jax as dj
 from distribute_jax.checkpoint import load, save
 
 DTYPES = [
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "int4",
-    "uint4",
+    *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (4, 8, 16, 32, 64)),
+    *("bool", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *("float8_e4m3fn", "float8_e5m2"),
 ]
 
 
@@ -92,9 +76,7 @@ def blank(leaf: Any) -> Any:
 
 VALUES = {
     "arrays": {dtype: arrays_of(dtype) for dtype in DTYPES},
-    "special": np.array([0x7FA00001, 0xFFC12345, 0x80000000, 0x7F800000, 1], np.uint32).view(
-        np.float32
-    ),
+    "special": np.uint32([0x7FA00001, 0xFFC12345, 0x80000000, 0x7F800000, 1]).view(np.float32),
     "python": [True, 0, -(10**30), 0.1, -0.0, math.inf, math.nan, 1j, "ü/\n\ud800", "", None],
     "scalars": [np.float32(0.1), np.bool_(True)],
     "big endian": np.arange(3.0, dtype=">f4"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,17 +11,18 @@ import numpy as np
 
 import distribute_jax as dj
 
+KINDS = {
+    "nccl": dj.NcclAllReduce,
+    "hierarchical": dj.HierarchicalCopyAllReduce,
+    "ring": dj.RingAllReduce,
+}
 ALGORITHMS: dict[str, Callable[[], dj.CrossDeviceOps | None]] = {
     "default": lambda: None,
     **{
-        f"nccl, {packs} packs": lambda packs=packs: dj.NcclAllReduce(num_packs=packs)
+        f"{name}, {packs} packs": functools.partial(kind, packs)
+        for name, kind in KINDS.items()
         for packs in (0, 1, 2)
     },
-    **{
-        f"hierarchical, {packs} packs": lambda packs=packs: dj.HierarchicalCopyAllReduce(packs)
-        for packs in (0, 1, 2)
-    },
-    **{f"ring, {packs} packs": lambda packs=packs: dj.RingAllReduce(packs) for packs in (0, 1, 2)},
     "to one": dj.ReductionToOneDevice,
 }
 """Functions that create each operation."""

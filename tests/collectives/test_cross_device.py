@@ -230,27 +230,15 @@ def test_reduction_to_one_device_adds_in_replica_order(device: Any, root: int):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: dj.NcclAllReduce(num_packs=-1),
-            r"NcclAllReduce\(num_packs\) must be an integer >= 0; got -1",
-        ),
+        (lambda: dj.NcclAllReduce(num_packs=-1), r"e\(num_packs\) must be an integer >= 0; got -1"),
         (
             lambda: dj.HierarchicalCopyAllReduce(group_size=0),
-            r"group_size\) must be an integer >= 1; got 0",
+            r"group_size\) must be .* >= 1; got 0",
         ),
-        (
-            lambda: dj.ReductionToOneDevice(accumulation_fn=3),
-            "accumulation_fn must .*a function; got 3",
-        ),
+        (lambda: dj.ReductionToOneDevice(accumulation_fn=3), "accumulation_fn .*function; got 3"),
         (lambda: strategy_with("nccl", 2), r"must be None or dj\.CrossDeviceOps; got 'nccl'"),
-        (
-            lambda: strategy_with(dj.ReductionToOneDevice(3), 2),
-            r"is not one of the strategy's devices",
-        ),
-        (
-            lambda: strategy_with(dj.ReductionToOneDevice("gpu:7"), 2),
-            "no device 'gpu:7': JAX sees no GPU",
-        ),
+        (lambda: strategy_with(dj.ReductionToOneDevice(3), 2), "not one of the strategy's devices"),
+        (lambda: strategy_with(dj.ReductionToOneDevice("gpu:7"), 2), "'gpu:7': JAX sees no GPU"),
     ],
 )
 def test_invalid_operations_are_refused(make: Any, message: str):

@@ -120,11 +120,7 @@ def of_the_default() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "hierarchical, 1 packs",
-        *(long(n) for n in ("ring, 1 packs", "to one")),
-    ],
+    "name", ["hierarchical, 1 packs", *(long(n) for n in ("ring, 1 packs", "to one"))]
 )
 def test_every_derivative_is_that_of_the_default(name: str):
     for one, other in zip(results(ALGORITHMS[name](), ALL), of_the_default(), strict=True):

@@ -11,7 +11,8 @@ import optax
 import pytest
 from cases import long
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from leaves import sum_on_read
 
 import distribute_jax as dj
 
@@ -179,11 +180,7 @@ def test_an_empty_array_is_in_sync(s2: dj.MirroredStrategy):
 
 def test_a_shard_is_compared_with_those_of_the_same_part():
     """Two devices have each half; the halves may differ, their copies may not."""
-    mesh = Mesh(
-        np.array(jax.devices()[:4]).reshape(2, 2),
-        ("data", "model"),
-        axis_types=(AxisType.Auto,) * 2,
-    )
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     sharding = NamedSharding(mesh, P("model"))
     dj.check_in_sync(put_together([np.float32([x]) for x in (1, 2, 1, 2)], sharding, (2,)))
     with pytest.raises(ValueError, match="cpu:3 unequal to cpu:1"):
@@ -210,11 +207,7 @@ def test_an_on_read_variable_is_ignored(s2: dj.MirroredStrategy):
     """It differs between replicas by design; other state is compared."""
     with s2.scope():
         module = nnx.Module()
-        module.seen = dj.Variable(
-            5.0,  # replica 0 holds it, and the other 0
-            synchronization=dj.VariableSynchronization.ON_READ,
-            aggregation=dj.VariableAggregation.SUM,
-        )
+        module.seen = sum_on_read(5.0)  # replica 0 holds it, and the other 0
         module.weight = nnx.Param(jnp.zeros(2))
     dj.check_in_sync(module)
     module.weight.set_raw_value(copies(s2, np.ones(2), np.zeros(2), at=1))

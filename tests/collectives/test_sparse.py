@@ -49,10 +49,8 @@ def test_rows_with_equal_indices_add_up(name: str, op: str, expected: list[Any])
 
 
 def test_integers_keep_the_rules_of_dense_values():
-    assert [str(reduced("default", op, np.int8)[0].dtype) for op in ("sum", "mean")] == [
-        "int32",
-        "float32",
-    ]
+    dtypes = [str(reduced("default", op, np.int8)[0].dtype) for op in ("sum", "mean")]
+    assert dtypes == ["int32", "float32"]
 
 
 def test_the_gradient_of_an_entry_is_the_sum_of_the_upstream_gradients():

@@ -84,12 +84,7 @@ def test_a_small_batch_for_one_device_is_transferred_by_the_step_that_takes_it()
 
     rows = {"x": np.array([[np.nan, 1.0]] * 4), "y": np.arange(4), "z": np.ones((4, 0), np.int8)}
     elements = list(strategy.distribute_dataset([rows] * 6))
-    for is_traced, guard in (
-        (True, "allow"),
-        (False, "allow"),
-        (False, "allow"),
-        (False, "disallow"),
-    ):
+    for is_traced, guard in [(True, "allow"), *[(False, "allow")] * 2, (False, "disallow")]:
         element = elements.pop()
         with jax.transfer_guard(guard):
             got = strategy.run(step, args=(element,))
@@ -138,15 +133,9 @@ def test_random_keys_are_batches_too():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ("int64", "int32"),
-        ("uint64", "uint32"),
-        ("float64", "float32"),
-        ("complex128", "complex64"),
-        (">i4", "int32"),
-        ("int8", "int8"),
-        ("float16", "float16"),
-        ("bool", "bool"),
-        (jnp.bfloat16, "bfloat16"),
+        *(("int64", "int32"), ("uint64", "uint32"), ("float64", "float32"), (">i4", "int32")),
+        *(("complex128", "complex64"), (jnp.bfloat16, "bfloat16")),
+        *((dtype, dtype) for dtype in ("int8", "float16", "bool")),
     ],
 )
 def test_64_bits_become_32_and_the_rest_stays(given: Any, expected: Any):
@@ -199,11 +188,7 @@ def test_leaves_of_other_lengths_are_all_listed():
     assert "same number of examples" in text
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [np.float32(1), np.array(1), jnp.asarray(1), 3, 2.5, True],
-    ids=lambda b: type(b).__name__,
-)
+@pytest.mark.parametrize("batch", [np.float32(1), np.array(1), jnp.asarray(1), 3, 2.5, True])
 def test_the_error_for_single_examples_says_how_to_batch(batch: Any):
     """A leaf without dim 0, such as a Python number, leads to advice with code."""
     text = message(batch)

@@ -34,16 +34,7 @@ FULL = [[0, 1], [2, 3], [4, 5], [6, 7]]
         (2, batches(0, 4), [], BOTH),
     ],
     ids=[
-        "83",
-        "84",
-        "84 drop",
-        "85",
-        "85 odd",
-        "87",
-        "87 off",
-        "rule A",
-        "rule B",
-        "one device",
+        *("83", "84", "84 drop", "85", "85 odd", "87", "87 off", "rule A", "rule B", "one device"),
         "90",
     ],
 )
@@ -240,10 +231,7 @@ def test_a_changed_structure_shows_both():
 @pytest.mark.parametrize(
     ("later", "line"),
     [
-        (
-            np.ones((2, 3), np.int32),
-            r"batch\['x'\]: int32\[2,3\], in the first batch float32\[2,3\]",
-        ),
+        (np.ones((2, 3), np.int32), r"batch\['x'\]: int32\[2,3\], in the first batch float32\["),
         (np.ones(2, np.float32), r"batch\['x'\]: float32\[2\], in the first batch float32\[2,3\]"),
     ],
 )
@@ -304,13 +292,8 @@ def shapes(dataset: Any) -> list[tuple[int, tuple[int, ...] | None]]:
 def test_mask_gives_every_element_one_shape():
     """Full batches have no counts; partial ones have the same shape."""
     source = [np.ones(n, np.float32) for n in (8, 8, 7, 1, 4)]
-    assert shapes(distribute(source, 4)) == [
-        (8, None),
-        (8, None),
-        (8, (2, 2, 2, 1)),
-        (8, (1, 0, 0, 0)),
-        (8, (1, 1, 1, 1)),
-    ]
+    counts = [None, None, (2, 2, 2, 1), (1, 0, 0, 0), (1, 1, 1, 1)]
+    assert shapes(distribute(source, 4)) == [(8, each) for each in counts]
 
 
 def test_mask_grows_with_a_larger_batch():
@@ -331,12 +314,8 @@ def test_mask_starts_again_in_each_epoch():
 def test_shrink_pads_only_what_does_not_divide():
     """Shares shrink to ceil(n / N); counts appear only where that leaves padding."""
     source = [np.ones(n, np.float32) for n in (8, 4, 6, 1)]
-    assert shapes(distribute(source, 4, "shrink")) == [
-        (8, None),
-        (4, None),
-        (8, (2, 2, 2, 0)),
-        (4, (1, 0, 0, 0)),
-    ]
+    expected = [(8, None), (4, None), (8, (2, 2, 2, 0)), (4, (1, 0, 0, 0))]
+    assert shapes(distribute(source, 4, "shrink")) == expected
 
 
 # The warning of idle replicas, and the guard

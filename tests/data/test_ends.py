@@ -42,12 +42,8 @@ def test_a_process_whose_data_has_ended_continues_with_padding(kind: str):
     ends = TwoMore()
     dataset = DistributedDataset(feed(kind), mesh=mesh_of(2), ends=ends.steps)
     elements = list(dataset)
-    assert [values(element) for element in elements] == [
-        [[0, 1], [2, 3]],
-        [[4, 5], [6]],
-        [[], []],
-        [[], []],
-    ]
+    expected = [[[0, 1], [2, 3]], [[4, 5], [6]], [[], []], [[], []]]
+    assert [values(element) for element in elements] == expected
     assert {element.part_shape for element in elements} == {(2,)}
     assert elements[2].counts == (0, 0)
     assert ends.lengths == [2]

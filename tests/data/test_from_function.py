@@ -84,10 +84,8 @@ def test_an_epoch_lasts_until_every_replica_is_out_of_data(
         return [{"x": np.full(2, step + 1, np.int32)} for step in range(steps)]
 
     elements = list(s2.distribute_datasets_from_function(dataset_fn, PER_REPLICA))
-    assert [[len(v) for v in e["x"].values] for e in elements] == [
-        [2, 2],
-        *[[2 if i == replica else 0 for i in range(2)]] * 2,
-    ]
+    last = [2 if i == replica else 0 for i in range(2)]
+    assert [[len(v) for v in e["x"].values] for e in elements] == [[2, 2], last, last]
     assert elements[2]["x"].counts[short] == 0
     assert np.asarray(elements[2]["x"].global_array).tolist() == [3] * 4
 

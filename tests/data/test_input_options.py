@@ -72,20 +72,14 @@ def test_hint_is_refused_by_name(spelling: Any):
 
 def test_placing_a_dataset_on_the_devices_needs_one_for_each_replica():
     """Acceptance 108: not without PER_REPLICA, and not together with fetching, the default."""
+    on_device = {"experimental_place_dataset_on_device": True}
     with pytest.raises(ValueError, match="PER_WORKER"):
-        InputOptions(experimental_place_dataset_on_device=True)
+        InputOptions(**on_device)
+    on_device["experimental_replication_mode"] = PER_REPLICA
     for fetch in (None, True):
         with pytest.raises(ValueError, match="experimental_fetch_to_device=True"):
-            InputOptions(
-                experimental_replication_mode=PER_REPLICA,
-                experimental_place_dataset_on_device=True,
-                experimental_fetch_to_device=fetch,
-            )
-    placed = InputOptions(
-        experimental_replication_mode=PER_REPLICA,
-        experimental_place_dataset_on_device=True,
-        experimental_fetch_to_device=False,
-    )
+            InputOptions(experimental_fetch_to_device=fetch, **on_device)
+    placed = InputOptions(experimental_fetch_to_device=False, **on_device)
     assert placed.experimental_place_dataset_on_device
 
 

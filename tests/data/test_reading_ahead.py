@@ -34,13 +34,10 @@ def test_batches_are_ready_before_they_are_requested(s2: dj.MirroredStrategy) ->
 
 @pytest.mark.parametrize(
     "options",
-    [
-        dj.InputOptions(experimental_per_replica_buffer_size=0),
-        dj.InputOptions(experimental_fetch_to_device=False),
-    ],
+    [{"experimental_per_replica_buffer_size": 0}, {"experimental_fetch_to_device": False}],
 )
 def test_without_a_buffer_each_batch_is_read_when_it_is_requested(
-    s2: dj.MirroredStrategy, options: dj.InputOptions
+    s2: dj.MirroredStrategy, options: dict[str, Any]
 ) -> None:
     """In the thread of the loop, so that a source may use the strategy."""
     made: list[Any] = []
@@ -50,7 +47,7 @@ def test_without_a_buffer_each_batch_is_read_when_it_is_requested(
             made.append(threading.current_thread())
             yield np.full(2, float(s2.run(lambda i=i: i + 1)), np.float32)
 
-    for count, batch in enumerate(s2.distribute_dataset(source, options), 1):
+    for count, batch in enumerate(s2.distribute_dataset(source, dj.InputOptions(**options)), 1):
         assert made == [threading.current_thread()] * count
         np.testing.assert_array_equal(s2.gather(batch, axis=0), [count, count])
 

@@ -47,10 +47,7 @@ def losses_of(text: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> list[
 
 
 @pytest.mark.usefixtures("_few")
-@pytest.mark.parametrize(
-    ("name", "replicas"),
-    [long(name, n) for name in NAMES for n in (1, 4)],
-)
+@pytest.mark.parametrize(("name", "replicas"), [long(name, n) for name in NAMES for n in (1, 4)])
 def test_a_program_has_the_losses_of_the_plain_flax_program(
     name: str, replicas: int, monkeypatch: pytest.MonkeyPatch
 ):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from leaves import sum_on_read
 
 import distribute_jax as dj
 from distribute_jax.checkpoint import _agreement, _save_load
@@ -30,11 +31,7 @@ def tree_of(strategy, seed=0):
     with strategy.scope():
         model = nnx.Linear(3, 2, rngs=nnx.Rngs(seed))
         optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
-        count = dj.Variable(
-            0.0,
-            synchronization=dj.VariableSynchronization.ON_READ,
-            aggregation=dj.VariableAggregation.SUM,
-        )
+        count = sum_on_read()
         keys = nnx.Rngs(seed, noise=seed + 1)
     rows = jax.NamedSharding(strategy.mesh, jax.P("data"))
     table = np.arange(8, dtype=np.float32).reshape(4, 2) + seed

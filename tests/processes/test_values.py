@@ -9,6 +9,7 @@ import optax
 import pytest
 import saving_functions
 from flax import nnx
+from leaves import sum_on_read
 from saving_functions import message, strategy_of
 
 import distribute_jax as dj
@@ -108,7 +109,7 @@ def checks(strategy):
     with strategy.scope():
         model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-        seen = dj.Variable(0.0, synchronization=ON_READ, aggregation=dj.VariableAggregation.SUM)
+        seen = sum_on_read()
 
     def train(mean, x):
         gradients = nnx.grad(lambda m: mean(jnp.sum((m(x) - 1) ** 2, -1)))(model)

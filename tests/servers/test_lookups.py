@@ -99,10 +99,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "rmsprop" else long(name) for name in OPTIMIZERS],
-)
+@pytest.mark.parametrize("name", [name if name == "rmsprop" else long(name) for name in OPTIMIZERS])
 def test_rows_are_read_and_updated_with_the_bits_of_one_device(
     name: str, sent: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -283,13 +283,7 @@ def test_parameters_that_are_passed_and_returned_are_stored_centrally(
     assert np.isfinite(float((params["w"] + jax.device_put(1.0, jax.devices()[1])).sum()))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "pinned_host",
-        *(long(k) for k in ("unpinned_host", "device")),
-    ],
-)
+@pytest.mark.parametrize("kind", ["pinned_host", *(long(k) for k in ("unpinned_host", "device"))])
 def test_large_arrays_may_be_in_another_memory_of_the_parameter_device(kind: str):
     if kind not in {memory.kind for memory in CENTRE.addressable_memories()}:
         pytest.skip(f"this JAX has no {kind} memory on {CENTRE.platform} devices")

@@ -13,7 +13,7 @@ import optax
 import pytest
 from cases import long
 from flax import nnx
-from leaves import numbers
+from leaves import numbers, sum_on_read
 
 import distribute_jax as dj
 from distribute_jax.testing import LocalCluster
@@ -209,11 +209,7 @@ def test_each_replica_has_its_id_its_part_and_its_variables():
     """Replica ids, per-replica arguments and results are numbered device by device."""
     strategy = several(2, 2)
     with strategy.scope():
-        seen = dj.Variable(
-            0.0,
-            synchronization=dj.VariableSynchronization.ON_READ,
-            aggregation=dj.VariableAggregation.SUM,
-        )
+        seen = sum_on_read()
     given = strategy.experimental_distribute_values_from_function(
         lambda context: np.full(context.replica_id_in_sync_group + 1, 10.0, "f")
     )

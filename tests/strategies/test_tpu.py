@@ -14,7 +14,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
-from leaves import assert_close
+from leaves import assert_close, sum_on_read
 
 import distribute_jax as dj
 from distribute_jax._mesh import split_sharding
@@ -134,11 +134,7 @@ def test_per_replica_values_have_one_part_for_each_replica_of_two_cores():
     assert len(strategy.extended.worker_devices) == 4
     with strategy.scope():
         mirrored = dj.Variable(3.0)
-        own = dj.Variable(
-            0.0,
-            synchronization=dj.VariableSynchronization.ON_READ,
-            aggregation=dj.VariableAggregation.SUM,
-        )
+        own = sum_on_read()
     made = strategy.experimental_distribute_values_from_function(
         lambda context: np.float32(context.replica_id_in_sync_group)
     )

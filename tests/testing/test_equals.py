@@ -53,11 +53,7 @@ def test_correct_steps_pass_and_update_the_state_once(strategy: dj.Strategy, los
 
 
 @pytest.mark.parametrize(
-    "tx",
-    [
-        pytest.param(optax.sgd(1e-4), id="sgd"),
-        long(optax.adam(1e-3), id="adam"),
-    ],
+    "tx", [pytest.param(optax.sgd(1e-4), id="sgd"), long(optax.adam(1e-3), id="adam")]
 )
 @pytest.mark.parametrize(
     ("loss", "op", "text"),

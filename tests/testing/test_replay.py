@@ -16,8 +16,7 @@ from distribute_jax.coordinator import ClusterCoordinator
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("servers", "staleness", "engine"),
-    [(2, 3, "threads"), (3, 8, "processes")],
+    ("servers", "staleness", "engine"), [(2, 3, "threads"), (3, 8, "processes")]
 )
 def test_a_stale_training_is_repeated_bit_by_bit(servers: int, staleness: int, engine: str) -> None:
     """Four workers and Adam, with writes by the user; a changed result and a changed weight are named."""

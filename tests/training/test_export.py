@@ -60,10 +60,7 @@ STRATEGIES: dict[str, Callable[[], dj.Strategy]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if n == "mirrored" else long(n) for n in STRATEGIES],
-)
+@pytest.mark.parametrize("name", [n if n == "mirrored" else long(n) for n in STRATEGIES])
 def test_an_exported_model_predicts_any_number_of_examples(name: str, tmp_path: Path):
     outputs = exported(STRATEGIES[name](), tmp_path / "model", trains=name != "mirrored")
     program = served(tmp_path / "model")

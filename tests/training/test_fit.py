@@ -505,9 +505,7 @@ class Masked(nnx.BatchNorm):
 
 
 @pytest.mark.exhaustive
-def test_batch_norm_with_a_mask_on_a_partial_batch_says_what_to_do_in_fit(
-    s4: dj.MirroredStrategy,
-):
+def test_batch_norm_with_a_mask_on_a_partial_batch_says_what_to_do_in_fit(s4: dj.MirroredStrategy):
     """Its shares differ in length, so the statistics are refused, even if another norm has no mask."""
 
     def two_norms() -> Net:

@@ -24,10 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import distribute_jax as dj
 
-pytestmark = [
-    pytest.mark.exhaustive,
-    pytest.mark.filterwarnings("ignore:The global batch has"),
-]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("ignore:The global batch has")]
 
 Sharded, Servers = dj.FullyShardedStrategy, dj.ParameterServerStrategy
 model_parallel = functools.partial(

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from leaves import sum_on_read
 from model_factory import compile_model
 
 import distribute_jax as dj
@@ -286,10 +287,7 @@ class OfVariables(nnx.Module):
 
     def __init__(self) -> None:
         self.w = dj.Variable(jnp.ones((4, 1)))
-        self.seen = dj.Variable(
-            0.0, synchronization=dj.VariableSynchronization.ON_READ,
-            aggregation=dj.VariableAggregation.SUM,
-        )  # fmt: skip
+        self.seen = sum_on_read()
 
     def __call__(self, x: jax.Array, training: bool = False) -> jax.Array:
         if training:

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from leaves import sum_on_read
 
 import distribute_jax as dj
 from distribute_jax import losses
@@ -115,11 +116,7 @@ class Share(dj.metrics.Metric):
     def __init__(self, name: str = "percent", **kwargs: Any) -> None:
         super().__init__(name=name, **kwargs)
         self.ones = nnx.metrics.MetricState(jnp.zeros(()))
-        self.rows = dj.Variable(
-            0.0,
-            synchronization=dj.VariableSynchronization.ON_READ,
-            aggregation=dj.VariableAggregation.SUM,
-        )
+        self.rows = sum_on_read()
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         is_real = dj.get_replica_context().batch_mask

@@ -148,10 +148,7 @@ def test_trees_that_are_not_a_table_are_refused(tree, message):
         (lambda d: d.map(3), "map: fn must be a function; got 3"),
         (lambda d: list(d.map(lambda row: None).batch(2)), "returned None"),
         (lambda d: list(d.batch(2).map(lambda batch: None)), "returned None"),
-        (
-            lambda d: list(d.map(lambda i: np.ones(i)).batch(2)),
-            "example: float64.0. and float64.1.",
-        ),
+        (lambda d: list(d.map(lambda i: np.ones(i)).batch(2)), "example: float64.0. and float64.1"),
         (lambda d: list(d.map(lambda i: {"a" * int(i): i}).batch(2)), "different structures"),
     ],
 )

@@ -1,5 +1,6 @@
 """``dj.data.from_files``: examples of files in batches, shuffled, sharded, resumed."""
 
+import functools
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,9 @@ def test_a_file_is_opened_when_its_examples_are_needed(three):
     assert opened == three[:1]
 
 
+from_a = functools.partial(dj.data.from_files, ["a"])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -100,21 +104,12 @@ def test_a_file_is_opened_when_its_examples_are_needed(three):
         (lambda: dj.data.from_files([3], np.load), r"at least one str or .* got list \[3\]"),
         (lambda: dj.data.from_files(["a"], None), "read must be a function"),
         (lambda: list(dj.data.from_files(["a"], lambda p: 3)), r"read\('a'\) returned int 3"),
-        (
-            lambda: list(dj.data.from_files(["a"], lambda p: (np.ones(2), np.ones(3)))),
-            r"read\('a'\) got arrays of different length",
-        ),
-        (
-            lambda: list(dj.data.from_files(["a"], lambda p: [np.ones(1), np.ones(2)]).batch(2)),
-            "example: float64.1. and float64.2.",
-        ),
-        (lambda: dj.data.from_files(["a"], np.load).batch(0), r"batch\(size\) must be .* got 0"),
-        (
-            lambda: dj.data.from_files(["a"], np.load).shuffle(0),
-            r"shuffle\(buffer_size\) must be .* got 0",
-        ),
-        (lambda: dj.data.from_files(["a"], np.load).batch(2).shuffle(), "already batched"),
-        (lambda: dj.data.from_files(["a"], np.load).batch(2).batch(2), "already batched"),
+        (lambda: list(from_a(lambda p: (np.ones(2), np.ones(3)))), "arrays of different length"),
+        (lambda: list(from_a(lambda p: [np.ones(1), np.ones(2)]).batch(2)), "64.1. and float64.2."),
+        (lambda: from_a(np.load).batch(0), r"batch\(size\) must be .* got 0"),
+        (lambda: from_a(np.load).shuffle(0), r"shuffle\(buffer_size\) must be .* got 0"),
+        (lambda: from_a(np.load).batch(2).shuffle(), "already batched"),
+        (lambda: from_a(np.load).batch(2).batch(2), "already batched"),
     ],
 )
 def test_wrong_arguments_are_refused(call, message):

@@ -19,6 +19,10 @@ N = np.arange(11, dtype=np.int32)
 TABLE = {"x": Named(N, N / np.float32(2)), "y": (N > 3, {"z": N.astype(np.uint8)})}
 
 
+def sliced(tree: Any) -> Any:
+    return tf.data.Dataset.from_tensor_slices(tree).batch(2)
+
+
 def numbers(n: int = 11, size: int = 4) -> Any:
     return tf.data.Dataset.range(n, output_type=tf.int32).batch(size)
 
@@ -61,20 +65,9 @@ def test_eager_tensors_in_any_iterable_become_arrays(s2):
     ("make", "message"),
     [
         (lambda: numbers(8).unbatch(), r"Call \.batch\(256\) on this tf\.data\.Dataset"),
-        (
-            lambda: tf.data.Dataset.from_tensor_slices({"x": N, "name": ["a"] * 11}).batch(4),
-            r"batch\['name'\][\s\S]*Encode strings",
-        ),
-        (
-            lambda: tf.data.Dataset.from_tensor_slices({"r": tf.ragged.constant([[1], []])}).batch(
-                2
-            ),
-            r"batch\['r'\][\s\S]*to_tensor",
-        ),
-        (
-            lambda: tf.data.Dataset.from_tensors({"s": tf.sparse.eye(2)}).batch(2),
-            r"batch\['s'\][\s\S]*to_dense",
-        ),
+        (lambda: sliced({"x": N, "name": ["a"] * 11}), r"batch\['name'\][\s\S]*Encode strings"),
+        (lambda: sliced({"r": tf.ragged.constant([[1], []])}), r"batch\['r'\][\s\S]*to_tensor"),
+        (lambda: sliced({"s": tf.sparse.eye(2)}), r"batch\['s'\][\s\S]*to_dense"),
     ],
     ids=["unbatched", "strings", "ragged", "sparse"],
 )
