@@ -13,6 +13,7 @@ from algorithms import context, locals_of, on_replicas, strategy_with
 from flax import nnx
 
 import distribute_jax as dj
+from tests.testing.broken import UnprovedRing
 
 
 class GatherAndAdd(dj.CrossDeviceOps):
@@ -22,19 +23,7 @@ class GatherAndAdd(dj.CrossDeviceOps):
         return jax.lax.all_gather(value, axis_name).sum(0)
 
 
-class Neighbours(dj.CrossDeviceOps):
-    """Adds values that travel around, which is not provably equal everywhere."""
-
-    def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
-        n = jax.lax.axis_size(axis_name)
-        total = moving = value
-        for _ in range(n - 1):
-            moving = jax.lax.ppermute(moving, axis_name, [(i, (i + 1) % n) for i in range(n)])
-            total = total + moving
-        return total
-
-
-class Declared(Neighbours):
+class Declared(UnprovedRing):
     """The same, declared as mirrored."""
 
     def all_reduce_sum(self, value: jax.Array, axis_name: str) -> jax.Array:
@@ -75,11 +64,11 @@ def test_it_updates_state_in_the_step(make: Any, replicas: int):
 
 def test_a_result_that_is_not_provably_mirrored_may_not_become_state():
     with pytest.raises(dj.OutOfSyncError, match="ppermute"):
-        train(strategy_with(Neighbours(), 4))
+        train(strategy_with(UnprovedRing(), 4))
 
 
 def test_such_a_result_is_returned_per_replica():
-    strategy = strategy_with(Neighbours(), 4)
+    strategy = strategy_with(UnprovedRing(), 4)
     result = strategy.run(lambda: context().all_reduce("sum", 2.0))
     assert isinstance(result, dj.PerReplica)
     assert locals_of(strategy, result) == [8.0] * 4

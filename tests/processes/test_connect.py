@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 
@@ -31,32 +30,15 @@ def test_accelerators_are_divided_among_processes_of_one_machine(
     assert _connect._shares_devices(processes, index) is False
 
 
-@pytest.mark.parametrize(
-    ("given", "flags"),
-    [
-        (
-            "",
-            {
-                "--xla_cpu_collective_timeout_seconds=7",
-                "--xla_gpu_nccl_termination_timeout_seconds=7",
-            },
-        ),
-        (
-            "--xla_cpu_collective_timeout_seconds=90",
-            {
-                "--xla_cpu_collective_timeout_seconds=90",
-                "--xla_gpu_nccl_termination_timeout_seconds=7",
-            },
-        ),
-    ],
-)
+@pytest.mark.parametrize("seconds", [None, 90])
 def test_collectives_get_a_timeout_unless_the_user_set_one(
-    given: str, flags: Any, monkeypatch: pytest.MonkeyPatch
+    seconds: int | None, monkeypatch: pytest.MonkeyPatch
 ):
     """XLA reads the flags when the backend starts; existing ones are kept."""
-    monkeypatch.setenv("XLA_FLAGS", given)
+    cpu, gpu = "--xla_cpu_collective_timeout_seconds", "--xla_gpu_nccl_termination_timeout_seconds"
+    monkeypatch.setenv("XLA_FLAGS", f"{cpu}={seconds}" if seconds else "")
     _connect._limit_collectives(7.2)
-    assert set(os.environ["XLA_FLAGS"].split()) == flags
+    assert set(os.environ["XLA_FLAGS"].split()) == {f"{cpu}={seconds or 7}", f"{gpu}=7"}
 
 
 def test_numbers_of_simulated_devices_may_differ_between_processes(monkeypatch: pytest.MonkeyPatch):

@@ -209,8 +209,7 @@ def test_lost_duplicated_or_late_messages_do_not_change_any_bit(
     assert [float(x) for x in coordinator.fetch(losses)] == of_one
     assert_same_bits(leaves(state), expected)
     before = strategy._coordinator._log.attempts
-    coordinator.schedule(step, args=(batches(1)[0],))
-    coordinator.join(SECONDS)
+    run_one(coordinator, step)
     assert strategy._coordinator._log.attempts == before + 1, "after the block nothing is lost"
 
 
@@ -253,6 +252,21 @@ def test_connections_that_break_within_a_message_do_not_change_any_bit(
     assert_same_bits(leaves(state), expected)
 
 
+def run_one(coordinator: ClusterCoordinator, step: Any) -> None:
+    coordinator.schedule(step, args=(batches(1)[0],))
+    coordinator.join(SECONDS)
+
+
+def running(workers: int = 1, engine: str = "processes", **options: Any) -> Any:
+    """A strategy that has run one closure, its coordinator, the counter and the step."""
+    strategy = dj.ParameterServerStrategy(
+        workers=workers, max_staleness=0, engine=engine, **options
+    )
+    coordinator, ((_, _, count), step) = ClusterCoordinator(strategy), build(strategy)
+    run_one(coordinator, step)
+    return strategy, coordinator, count, step
+
+
 def sockets_that_listen(pids: list[int]) -> Iterator[str]:
     """The lines of /proc of the listening sockets of some processes."""
     inodes = set()
@@ -276,11 +290,7 @@ def sockets_that_listen(pids: list[int]) -> Iterator[str]:
 @ENGINES
 def test_nobody_listens_and_workers_join_and_leave(engine: str) -> None:
     """No other machine reaches a socket; with one worker more and one fewer each closure is applied once."""
-    strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine=engine)
-    coordinator = ClusterCoordinator(strategy)
-    _, step = build(strategy)
-    coordinator.schedule(step, args=(batches(1)[0],))
-    coordinator.join(SECONDS)
+    strategy, coordinator, _, step = running(engine=engine)
     lines = sockets_that_listen(children("worker", engine) + children("server", engine))
     if engine == "ray":
         lines = (line for line in lines if not re.search(LOOPBACK, line))
@@ -310,16 +320,9 @@ def test_nobody_listens_and_workers_join_and_leave(engine: str) -> None:
 @pytest.mark.exhaustive
 def test_a_worker_that_takes_too_long_is_replaced() -> None:
     """A stopped worker is ended after ``step_seconds``, and another one runs its closure."""
-    strategy = dj.ParameterServerStrategy(
-        workers=1, max_staleness=0, engine="processes", options=dj.ServerOptions(step_seconds=20.0)
-    )
-    coordinator = ClusterCoordinator(strategy)
-    (_, _, count), step = build(strategy)
-    coordinator.schedule(step, args=(batches(1)[0],))
-    coordinator.join(SECONDS)
+    _, coordinator, count, step = running(options=dj.ServerOptions(step_seconds=20.0))
     os.kill(children("worker")[0], signal.SIGSTOP)
-    coordinator.schedule(step, args=(batches(1)[0],))
-    coordinator.join(SECONDS)
+    run_one(coordinator, step)
     assert int(count[...]) == 2
 
 
@@ -332,8 +335,7 @@ def test_processes_unload_programs_of_deleted_models() -> None:
     def train() -> None:
         (_, _, count), step = build(strategy)
         for n in (1, 2):
-            coordinator.schedule(step, args=(batches(1)[0],))
-            coordinator.join(SECONDS)
+            run_one(coordinator, step)
             assert int(count[...]) == n
 
     for _ in range(3):
@@ -351,11 +353,7 @@ def test_a_stopped_process_is_named(
     """Once, and nothing is lost when it goes on."""
     monkeypatch.setattr(_engines, "_STOPPED_POLL_SECONDS", 0.1)
     others = children(role)  # of a strategy that was not collected yet
-    strategy = dj.ParameterServerStrategy(workers=1, max_staleness=0, engine="processes")
-    coordinator = ClusterCoordinator(strategy)
-    (_, _, count), step = build(strategy)
-    coordinator.schedule(step, args=(batches(1)[0],))
-    coordinator.join(SECONDS)
+    _, coordinator, count, step = running()
     (pid,) = {*children(role)}.difference(others)
     os.kill(pid, signal.SIGSTOP)
     coordinator.schedule(step, args=(batches(1)[0],))
@@ -438,8 +436,7 @@ def test_a_start_that_is_interrupted_leaves_no_process_and_can_be_repeated(
     ended.start()
     ended.join(SECONDS / 10)
     assert not ended.is_alive(), "the process ends, for its end of the connection is closed"
-    coordinator.schedule(step, args=(batches(1)[0],))
-    coordinator.join(SECONDS)
+    run_one(coordinator, step)
     assert int(count[...]) == 1
 
 
@@ -455,8 +452,7 @@ def test_a_start_that_fails_is_an_error_and_join_waits_for_no_answer(
     coordinator.join(SECONDS)
     assert (coordinator.done(), int(count[...])) == (True, 0)
     monkeypatch.undo()
-    coordinator.schedule(step, args=(batches(1)[0],))
-    coordinator.join(SECONDS)
+    run_one(coordinator, step)
     assert int(count[...]) == 1
 
 
@@ -476,19 +472,14 @@ def test_a_run_whose_worker_ends_is_lost() -> None:
 @pytest.mark.exhaustive
 def test_a_step_is_not_blamed_for_workers_that_ended_while_idle() -> None:
     """Three of them are replaced, and the function that each would have run is not given up."""
-    strategy = dj.ParameterServerStrategy(workers=3, max_staleness=0, engine="processes")
-    coordinator = ClusterCoordinator(strategy)
-    (_, _, count), step = build(strategy)
-    coordinator.schedule(step, args=(batches(1)[0],))
-    coordinator.join(SECONDS)
+    strategy, coordinator, count, step = running(workers=3)
     workers: Any = strategy._engine._workers
     while len(workers) < 3:
         time.sleep(0.005)
     for worker in list(workers.values()):
         os.kill(worker._pid, signal.SIGKILL)
         worker.wait()
-    coordinator.schedule(step, args=(batches(1)[0],))
-    coordinator.join(SECONDS)
+    run_one(coordinator, step)
     assert int(count[...]) == 2
 
 

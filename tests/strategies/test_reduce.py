@@ -13,12 +13,7 @@ from cases import long
 
 import distribute_jax as dj
 from distribute_jax import _errors
-
-
-def per_replica(strategy: dj.Strategy, values: list[object]) -> dj.PerReplica:
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: values[context.replica_id_in_sync_group]
-    )
+from tests.collectives.algorithms import on_replicas as per_replica
 
 
 def replica_id():

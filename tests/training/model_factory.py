@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -19,6 +20,16 @@ class Scale(nnx.Module):
 
     def __call__(self, x: Any) -> Any:
         return x * self.w[...]
+
+
+class Net(nnx.Module):
+    """Logits of two classes."""
+
+    def __init__(self) -> None:
+        self.layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array) -> Any:
+        return self.layer(x)
 
 
 def linear(features: int, *, use_bias: bool = True) -> Callable[[], nnx.Module]:

@@ -13,7 +13,7 @@ import pytest
 from cases import long
 from flax import nnx
 from leaves import assert_close
-from model_factory import compile_model
+from model_factory import Net, compile_model
 
 import distribute_jax as dj
 from distribute_jax.training._keras_optimizers import with_adjustable_rate
@@ -22,16 +22,6 @@ RNG = np.random.default_rng(1)
 X = RNG.normal(size=(22, 3)).astype(np.float32)
 Y = (X.sum(axis=1) > 0).astype(np.int32)
 W = RNG.uniform(0.5, 2.0, size=22).astype(np.float32)
-
-
-class Net(nnx.Module):
-    """A linear classifier of two classes."""
-
-    def __init__(self) -> None:
-        self.layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.layer(x)
 
 
 def make_model(strategy: dj.Strategy, module: Callable[[], Any] = Net, **options: Any) -> dj.Model:

@@ -15,7 +15,7 @@ import optax
 import pytest
 from flax import nnx
 from leaves import sum_on_read
-from model_factory import compile_model
+from model_factory import Net, compile_model
 
 import distribute_jax as dj
 
@@ -26,16 +26,6 @@ X = RANDOM.normal(size=(22, 3)).astype(np.float32)
 Y = (X.sum(axis=1) > 0).astype(np.int32)
 W = RANDOM.uniform(0.5, 2.0, size=22).astype(np.float32)
 LOGITS = dj.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-class Net(nnx.Module):
-    """Logits of two classes."""
-
-    def __init__(self) -> None:
-        self.layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-
-    def __call__(self, x: jax.Array) -> Any:
-        return self.layer(x)
 
 
 def make_model(

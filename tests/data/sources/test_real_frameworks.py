@@ -11,25 +11,11 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
+from tests.training.test_other_frameworks import X, fit, run
 
 tf = pytest.importorskip("tensorflow", reason="needs TensorFlow: dev.py test --sources has it")
 torch = pytest.importorskip("torch", reason="needs PyTorch: dev.py test --sources has it")
 keras = tf.keras
-
-X = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
-Y = X.sum(axis=1, keepdims=True)
-
-
-def fit(strategy: dj.Strategy, *callbacks: Any, module: Any = None, **compiled: Any) -> Any:
-    with strategy.scope():
-        model = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)) if module is None else module)
-    model.compile(**{"optimizer": "sgd", "loss": "mse"} | compiled)
-    return model.fit(X, Y, 8, 1, 0, callbacks, shuffle=False).history
-
-
-def run(strategy: dj.Strategy, step: Callable[..., Any]) -> Any:
-    (batch,) = strategy.distribute_dataset([X])
-    return strategy.run(step, args=(batch,))
 
 
 def taped(x: Any) -> Any:

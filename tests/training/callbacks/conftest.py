@@ -12,17 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import distribute_jax as dj
-
-
-class Scale(nnx.Module):
-    def __init__(self) -> None:
-        self.w = nnx.Param(jnp.ones((1,)))
-
-    def __call__(self, x: Any) -> Any:
-        return x * self.w[...]
+from tests.training.model_factory import Scale
 
 
 class Example:
