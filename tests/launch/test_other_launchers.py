@@ -27,13 +27,8 @@ print(strategy.num_replicas_in_sync, float(strategy.reduce("sum", values, axis=N
 
 
 def torchrun(process: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(process),
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": str(process),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    rank = {"RANK": str(process), "LOCAL_RANK": str(process), "WORLD_SIZE": "2"}
+    return rank | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def mpirun(process: int, port: int) -> dict[str, str]:
@@ -54,16 +49,11 @@ def test_processes_of_another_launcher_form_one_job(
     (tmp_path / "train.py").write_text(PROGRAM)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     running = [
         subprocess.Popen(
             [sys.executable, str(tmp_path / "train.py")],
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": "",
-                **launcher(i, port),
-            },
+            env=environment | launcher(i, port),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

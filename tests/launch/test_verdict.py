@@ -64,19 +64,14 @@ def test_processes_killed_after_the_grace_period_are_named():
     assert "killed after the grace period, or at a second signal: process 2, 3" in text
 
 
+LONG = failure(1, error="ValueError: " + "x" * 900 + " do y")
 WORDS = {
     "signal": (failure(-11), "was ended by SIGSEGV before it reported a step"),
     "unknown signal": (failure(-63, step=2), "was ended by signal 63 at step 2"),
     "watchdog": (failure(43, step=2, phase="compiling"), "(exit code 43) at step 2, compiling"),
-    "exception": (
-        failure(1, error="ValueError: x", step=0),
-        "failed with ValueError: x (exit code 1)",
-    ),
-    "a long exception": (failure(1, error="ValueError: " + "x" * 900 + " do y"), " … xxx"),
-    "its advice": (
-        failure(1, error="ValueError: " + "x" * 900 + " do y"),
-        "xxx do y (exit code 1)",
-    ),
+    "exception": (failure(1, error="ValueError: x", step=0), "with ValueError: x (exit code 1)"),
+    "a long exception": (LONG, " … xxx"),
+    "its advice": (LONG, "xxx do y (exit code 1)"),
     "another failed": (failure(44, error="process 0 failed"), "failed: process 0 failed (exit"),
     "hung": (
         failure(

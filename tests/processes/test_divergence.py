@@ -248,24 +248,18 @@ def checks_alone():
     [
         (passes_another_number, ["add with args[0] = 0.125", "= 0.25"]),
         (writes_another_value, ["= 6.0, written between steps", "= 7.0"]),
-        (
-            runs_another_step,
-            ["process 0: runs prepared.<locals>.add", "process 1: runs prepared.<locals>.take"],
-        ),
+        (runs_another_step, ["0: runs prepared.<locals>.add", "1: runs prepared.<locals>.take"]),
         (differs_at_the_end, ["= 0.125", "= 0.25"]),
         (
             waits_on_the_chief_alone,
             [
-                "process 0: waiting for all processes at 'barrier saved'",
-                "process 1: reading the batches of dataset 2",
+                "0: waiting for all processes at 'barrier saved'",
+                "1: reading the batches of dataset 2",
             ],
         ),
         (
             trains_and_evaluates,
-            [
-                "process 0: waiting for all processes at 'the first run",
-                "process 1: runs train_step",
-            ],
+            ["0: waiting for all processes at 'the first", "1: runs train_step"],
         ),
         (reads_alone, ["process 1: reading the ON_READ variable 'total'"]),
         (checks_alone, ["process 1: dj.check_in_sync of"]),

@@ -317,13 +317,7 @@ def test_nobody_waits_for_a_process_that_is_killed_while_it_writes(tmp_path):
 
 
 FAILURES = {
-    "full": [
-        r"process 1 (",
-        "failed: The checkpoint",
-        "File too large",
-        "bytes, and",
-        "free there",
-    ],
+    "full": ["process 1 (", "failed: The checkpoint", "File too large", "bytes, and", "free there"],
     "full, chief": ["steps/3 could not be written", "File too large"],
     "no rights": ["process 1 (", "Permission denied"],
     "late": ["not every process has written its part. Missing: process 1 ("],

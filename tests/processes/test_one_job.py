@@ -62,12 +62,9 @@ def compute():
     s = strategy()
     me = jax.process_index()
     resolver = s.cluster_resolver
+    workers = resolver.cluster_spec().as_dict()["worker"]
     outcome = {
-        "task": (
-            resolver.task_type,
-            resolver.task_id,
-            len(resolver.cluster_spec().as_dict()["worker"]),
-        ),
+        "task": (resolver.task_type, resolver.task_id, len(workers)),
         "chief": dj.is_chief(),
         "replicas": s.num_replicas_in_sync,
     }
@@ -125,18 +122,15 @@ def read():
             mine = np.setdiff1d(numbers.ravel(), mine)
         return [mine[i : i + per] for i in range(0, len(mine), per)]
 
+    three = dj.data.from_files(["a", "b", "c"], read=files.__getitem__).batch(4)
     outcome = {
         "93 data": dataset(s, batches(16, 4)),
         "93 off": dataset(s, batches(16, 4), auto_shard_policy="off"),
         "95": dataset(s, batches(5, 2)),
         "96 data": dataset(s, batches(6, 3)),
         "96 off": dataset(s, batches(6, 3), auto_shard_policy="off"),
-        "99 file": dataset(s, dj.data.from_files(["a", "b", "c"], read=files.__getitem__).batch(4)),
-        "99 data": dataset(
-            s,
-            dj.data.from_files(["a", "b", "c"], read=files.__getitem__).batch(4),
-            auto_shard_policy="data",
-        ),
+        "99 file": dataset(s, three),
+        "99 data": dataset(s, three, auto_shard_policy="data"),
         "107": [parts(x) for x in s.distribute_datasets_from_function(shard)],
         "contexts": [],
     }

@@ -87,13 +87,8 @@ def never_polls(directory):
 def test_all_save_at_one_step_and_go_on_at_the_next_example(process: int, tmp_path: Path):
     """Agreed exit code, one checkpoint, and bitwise the weights of an uninterrupted job."""
     cluster = LocalCluster(2, 1, timeout=60, grace=None)
-    stopped = cluster.run(
-        loop,
-        str(tmp_path / "stopped"),
-        0.02,
-        faults=[Fault("terminate", process=process, at_step=12)],
-        check=False,
-    )
+    fault = Fault("terminate", process=process, at_step=12)
+    stopped = cluster.run(loop, str(tmp_path / "stopped"), 0.02, faults=[fault], check=False)
     assert [r.exit_code for r in stopped] == [42, 42], stopped[0].stderr + stopped[1].stderr
     (saved,) = dj.CheckpointManager(tmp_path / "stopped").all_steps()
     assert 12 <= saved < 60

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,15 +79,8 @@ def variables(strategy):
     """ON_READ variables: each replica adds its number; how they read, and after they were assigned."""
     kinds = ("SUM", "MEAN", "ONLY_FIRST_REPLICA", "NONE")
     with strategy.scope():
-        own = {
-            kind: dj.Variable(
-                jnp.array([1.0, 2.0]),
-                synchronization=ON_READ,
-                aggregation=dj.VariableAggregation[kind],
-                name=kind,
-            )
-            for kind in kinds
-        }
+        made = functools.partial(dj.Variable, jnp.array([1.0, 2.0]), synchronization=ON_READ)
+        own = {k: made(aggregation=dj.VariableAggregation[k], name=k) for k in kinds}
 
     def step():
         for variable in own.values():

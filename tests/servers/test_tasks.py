@@ -175,18 +175,11 @@ def test_the_tasks_of_tf_config_have_the_bits_of_one_device() -> None:
 
     def start(job: str, index: int = 0) -> subprocess.Popen[str]:
         config = {"cluster": cluster, "task": {"type": job, "index": index}}
-        environment = {
-            **os.environ,
-            "TF_CONFIG": json.dumps(config),
-            "TMPDIR": folder.name,
-            "PYTHONPATH": os.pathsep.join(path),
-        }
+        environment = os.environ | {"TF_CONFIG": json.dumps(config), "TMPDIR": folder.name}
+        environment["PYTHONPATH"] = os.pathsep.join(path)
+        pipe = subprocess.PIPE if job == "chief" else None
         return subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env=environment,
-            stdin=subprocess.PIPE if job == "chief" else None,
-            stdout=subprocess.PIPE if job == "chief" else None,
-            text=True,
+            [sys.executable, "-c", PROGRAM], env=environment, stdin=pipe, stdout=pipe, text=True
         )
 
     tasks = {key: start(*key) for key in [("worker", 0), ("worker", 1), ("ps", 0), ("chief", 0)]}

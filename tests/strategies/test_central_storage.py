@@ -111,15 +111,10 @@ def find_state_elsewhere(known: set[int], objects: Any) -> list[tuple[Any, Any]]
     ("options", "steps"),
     [
         (None, 1),
-        *(
-            long(*values)
-            for values in [
-                (dj.RunOptions(donate_state=False), 3),
-                (None, 3),
-                (dj.RunOptions(donate_state=False), 1),
-                (dj.RunOptions(lowering="pmap"), 1),
-            ]
-        ),
+        long(dj.RunOptions(donate_state=False), 3),
+        long(None, 3),
+        long(dj.RunOptions(donate_state=False), 1),
+        long(dj.RunOptions(lowering="pmap"), 1),
     ],
 )
 def test_training_equals_mirrored_and_leaves_no_state_on_other_devices(

@@ -166,11 +166,8 @@ def test_inside_update_the_strategy_is_current(s2: dj.MirroredStrategy):
         return v.assign_add(1.0)
 
     s2.extended.update(variable, look)
-    s2.run(
-        lambda: dj.get_replica_context().merge_call(
-            lambda s: s.extended.update(variable, look)[...]
-        )
-    )
+    call = lambda s: s.extended.update(variable, look)[...]  # noqa: E731
+    s2.run(lambda: dj.get_replica_context().merge_call(call))
     assert set(seen) == {(True, True, True)}
     assert float(variable.numpy()) == 3.0
     assert not dj.has_strategy()

@@ -197,10 +197,8 @@ def test_state_is_divided_over_the_devices(parameters: bool):
 
     (batch,) = strategy.distribute_dataset([np.ones((8, 64), "f")])
     strategy.run(step, args=(batch,))
-    for array, divided in (
-        (optimizer.opt_state[0].trace["kernel"], True),
-        (net.kernel, parameters),
-    ):
+    trace = optimizer.opt_state[0].trace["kernel"]
+    for array, divided in ((trace, True), (net.kernel, parameters)):
         sizes = [shard.data.size for shard in array[...].addressable_shards]
         assert sizes == [2048 if divided else 4096] * 2
 
@@ -446,9 +444,8 @@ def test_activations_of_one_replica_are_in_memory_at_a_time():
         return getattr(function, "_compiled", function)
 
     one, each = compiled(several(1, 8)), compiled(several(8, 1))
-    assert (
-        one.memory_analysis().temp_size_in_bytes <= 1.1 * each.memory_analysis().temp_size_in_bytes
-    )
+    one, each = (program.memory_analysis().temp_size_in_bytes for program in (one, each))
+    assert one <= 1.1 * each
 
 
 SIZES = (16, 13)

@@ -72,12 +72,8 @@ def test_a_step_sees_all_replicas_and_exact_sums_are_bitwise_equal(shard_over: i
 
         (batch,) = strategy.distribute_dataset([rows])
         outs = strategy.run(step, args=(batch,))
-        runs.append(
-            (
-                jax.tree.map(np.asarray, strategy.experimental_local_results(outs)),
-                values((weights, speed)),
-            )
-        )
+        rows_and_sums = jax.tree.map(np.asarray, strategy.experimental_local_results(outs))
+        runs.append((rows_and_sums, values((weights, speed))))
     assert_same_bits(*runs)
 
 

@@ -404,12 +404,10 @@ def test_batch_norm_dropout_and_cross_device_ops_equal_mirrored(ops: Any) -> Non
             optimizer = dj.Optimizer(model, optax.adam(0.01))
 
         def step(x: jax.Array, model=model, optimizer=optimizer) -> jax.Array:
-            optimizer.update(
-                model,
-                nnx.grad(
-                    lambda m: dj.compute_average_loss(jnp.sum(m.out(m.dropout(m.norm(x))) ** 2, -1))
-                )(model),
-            )
+            def loss(m: Any) -> jax.Array:
+                return dj.compute_average_loss(jnp.sum(m.out(m.dropout(m.norm(x))) ** 2, -1))
+
+            optimizer.update(model, nnx.grad(loss)(model))
             return model.dropout(x)
 
         for x, _ in strategy.distribute_dataset(batches([16, 16])):

@@ -73,10 +73,8 @@ def test_every_strategy_passes_every_check(name: str, replicas: int, lowering: s
 
 
 def test_checks_that_a_lowering_refuses_are_reported_and_logged(caplog: pytest.LogCaptureFixture):
-    factory, only = (
-        tpu_factories.tpu_two_cores,
-        ["all_reduce_is_proved", "dataset", "verify_option"],
-    )
+    factory = tpu_factories.tpu_two_cores
+    only = ["all_reduce_is_proved", "dataset", "verify_option"]
     report = dj.testing.check_strategy(factory, [2], lowerings=["pmap"], only=only)
     assert [line.partition(": ")[0] for line in report.refused] == [
         "all_reduce_is_proved, 2 replicas, pmap",

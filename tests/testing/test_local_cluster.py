@@ -63,9 +63,7 @@ def test_arguments_environment_and_results_are_passed():
 ENDINGS = {
     "kill": (None, "SIGKILL", False),
     "terminate": (None, "SIGTERM", False),
-    "stop": (None, "SIGKILL", True),
-    "stall": (None, "SIGKILL", True),
-    "hold_gil": (None, "SIGKILL", True),
+    **dict.fromkeys(("stop", "stall", "hold_gil"), (None, "SIGKILL", True)),
     "raise": (1, None, False),
 }
 

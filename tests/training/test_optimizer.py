@@ -153,10 +153,8 @@ def test_gradients_of_frozen_weights_are_zeros_and_are_summed(strategy: dj.Strat
 
 def test_outside_run_it_equals_nnx_optimizer():
     model, twin = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
-    ours, theirs = (
-        dj.Optimizer(model, optax.sgd(0.1)),
-        nnx.Optimizer(twin, optax.sgd(0.1), wrt=nnx.Param),
-    )
+    ours = dj.Optimizer(model, optax.sgd(0.1))
+    theirs = nnx.Optimizer(twin, optax.sgd(0.1), wrt=nnx.Param)
     grads = jax.tree.map(np.ones_like, nnx.state(model, nnx.Param))
     for m, optimizer in ((model, ours), (twin, theirs)):
         optimizer.update(m, grads)

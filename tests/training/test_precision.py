@@ -70,11 +70,7 @@ def test_accumulated_gradients_are_part_of_a_checkpoint(
 ):
     """Saved between two updates on four replicas, it continues on two to the same weights."""
     options: dict[str, Any] = {"gradient_accumulation_steps": 2}
-    whole, half, other = (
-        make_model(s4, **options),
-        make_model(s4, **options),
-        make_model(s2, **options),
-    )
+    whole, half, other = (make_model(strategy, **options) for strategy in (s4, s4, s2))
     for model, first, last in ((whole, 0, 16), (half, 0, 12)):
         model.fit(X[first:last], Y[first:last], batch_size=4, shuffle=False, verbose=0)
     half.save(tmp_path / "half")

@@ -67,7 +67,10 @@ def test_eager_tensors_in_any_iterable_become_arrays(s2):
         (lambda: numbers(8).unbatch(), r"Call \.batch\(256\) on this tf\.data\.Dataset"),
         (lambda: sliced({"x": N, "name": ["a"] * 11}), r"batch\['name'\][\s\S]*Encode strings"),
         (lambda: sliced({"r": tf.ragged.constant([[1], []])}), r"batch\['r'\][\s\S]*to_tensor"),
-        (lambda: sliced({"s": tf.sparse.eye(2)}), r"batch\['s'\][\s\S]*to_dense"),
+        (
+            lambda: tf.data.Dataset.from_tensors({"s": tf.sparse.eye(2)}).batch(2),
+            r"batch\['s'\][\s\S]*to_dense",
+        ),
     ],
     ids=["unbatched", "strings", "ragged", "sparse"],
 )

@@ -36,10 +36,8 @@ def batches(steps: int, spikes: Any = (), size: float = 1000.0) -> list[Any]:
     rng = np.random.default_rng(0)
     made = [rng.normal(size=(8, 3)).astype("f4") for _ in range(steps)]
     noise = [rng.normal(size=(8, 1)).astype("f4") for _ in range(steps)]
-    return [
-        (x, (x[:, :1] + n) * (size if i in spikes else 1))
-        for i, (x, n) in enumerate(zip(made, noise, strict=True))
-    ]
+    factors = (size if i in spikes else 1 for i in range(len(made)))
+    return [(x, (x[:, :1] + n) * f) for x, n, f in zip(made, noise, factors, strict=True)]
 
 
 def compiled_model(strategy: Any = None, module: Callable[[], Any] = Net) -> dj.Model:
@@ -189,10 +187,8 @@ def check_flips_are_found(rng: np.random.Generator, strategy: dj.Strategy, times
     for _ in range(times):
         start = dj.snapshot(model.module), dj.snapshot(model.optimizer)
         where = ("module", "optimizer")[rng.integers(2)]
-        device, bit = (
-            int(rng.integers(1 if replicas == 2 else 0, replicas)),
-            int(rng.integers(2**20)),
-        )
+        device = int(rng.integers(1 if replicas == 2 else 0, replicas))
+        bit = int(rng.integers(2**20))
         leaf = []
 
         def damage(batch: int, _: Any, at: Any = (where, device, bit), leaf: Any = leaf) -> None:
@@ -202,10 +198,8 @@ def check_flips_are_found(rng: np.random.Generator, strategy: dj.Strategy, times
         callbacks = [LambdaCallback(on_train_batch_end=damage), CheckInSync(every=2)]
         with pytest.raises(dj.OutOfSyncError) as caught:
             fit_one_epoch(model, data, *callbacks)
-        assert any(
-            leaf[0] in line and f": cpu:{device} unequal to" in line
-            for line in str(caught.value).splitlines()
-        )
+        lines = str(caught.value).splitlines()
+        assert any(leaf[0] in line and f": cpu:{device} unequal to" in line for line in lines)
         nnx.update(model.module, start[0])
         nnx.update(model.optimizer, start[1])
 
@@ -271,10 +265,8 @@ def test_a_saved_step_is_replayed(tmp_path: Path) -> None:
     model.save(tmp_path / "before")
     x, y = batches(1)[0]
     first = dj.testing.replay_step(model, tmp_path / "before", (x, y))
-    assert {name: hashes.shape for name, hashes in first.items()} == {
-        "layer.bias": (4, 2),
-        "layer.kernel": (4, 2),
-    }
+    shapes = {name: hashes.shape for name, hashes in first.items()}
+    assert shapes == {"layer.bias": (4, 2), "layer.kernel": (4, 2)}
     fit_one_epoch(model, batches(3))
     other = compiled_model(dj.MirroredStrategy([7, 4, 5, 6]))
     again = dj.testing.replay_step(other, tmp_path / "before", (x, y))

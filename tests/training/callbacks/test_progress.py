@@ -237,10 +237,8 @@ def test_the_speed_excludes_compilation_of_later_batches(
     with s2.scope():
         model = dj.Model(Slow(2, 1, rngs=nnx.Rngs(0)))
     model.compile("sgd", "mse", **options)
-    x, callback = (
-        np.ones((14, 2), np.float32),
-        dj.callbacks.LambdaCallback(on_train_batch_end=second),
-    )
+    x = np.ones((14, 2), np.float32)
+    callback = dj.callbacks.LambdaCallback(on_train_batch_end=second)
     model.fit(x, x[:, :1], 4, callbacks=[callback], verbose=2)
     (batches,) = re.findall(
         r"Epoch 1/1 - 4 batches - \d+\.0 s - ([\d.]+ m?s/step)", capsys.readouterr().out
