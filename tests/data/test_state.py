@@ -31,15 +31,6 @@ def epoch_of(dataset: DistributedDataset) -> list[list[int]]:
     return [examples_in(element) for element in dataset]
 
 
-def test_iterating_again_gives_the_next_epoch():
-    """Each new iterator of a dataset gets the next epoch."""
-    dataset = create(shuffled())
-    one, other = epoch_of(dataset), epoch_of(dataset)
-    assert one != other
-    for epoch in (one, other):
-        assert sorted(x for batch in epoch for x in batch) == list(range(22))
-
-
 @pytest.mark.parametrize("position", range(7))
 @pytest.mark.parametrize("replicas", [1, 4, long(8)])
 @pytest.mark.parametrize("policy", ["auto", "off"])
