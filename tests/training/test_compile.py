@@ -13,7 +13,7 @@ import pytest
 from cases import long
 from flax import nnx
 from leaves import assert_close
-from model_factory import Net, compile_model
+from model_factory import Net, compile_model, linear
 
 import distribute_jax as dj
 from distribute_jax.training._keras_optimizers import with_adjustable_rate
@@ -174,9 +174,8 @@ def test_parameter_servers_accumulate_for_lamb():
         dj.ParameterServerStrategy(workers=2, servers=2, max_staleness=0),
         dj.OneDeviceStrategy("cpu:0"),
     ):
-        with strategy.scope():
-            model = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
-        model.compile(optax.lamb(0.1), "mse", gradient_accumulation_steps=2)
+        options = {"optimizer": optax.lamb(0.1), "gradient_accumulation_steps": 2}
+        model = compile_model(strategy, linear(3), **options)
         model.fit(X[:16], TARGETS, batch_size=4, verbose=0)
         weights.append(model.get_weights())
     assert_close(*weights, rtol=2e-5, atol=2e-6)

@@ -68,9 +68,7 @@ class TwoInputs(nnx.Module):
 
 @pytest.mark.exhaustive
 def test_a_list_or_tuple_of_equally_long_arrays_is_several_inputs(s4: dj.MirroredStrategy):
-    with s4.scope():
-        model = dj.Model(TwoInputs())
-    model.compile(optax.sgd(0.0), loss="mse")
+    model = compile_model(s4, TwoInputs, optimizer=optax.sgd(0.0))
     kernel, bias = (
         np.asarray(w[...]) for w in (model.module.layer.kernel, model.module.layer.bias)
     )

@@ -78,9 +78,7 @@ def test_a_saved_and_resumed_training_equals_an_uninterrupted_one(
         data = {"x": rows.batch(8)}
 
     def trained(first: int, last: int) -> list[np.ndarray]:
-        with s4.scope():
-            model = dj.Model(Drops())
-        model.compile(optax.adam(0.01), "mse")
+        model = compile_model(s4, Drops, optimizer=optax.adam(0.01))
         if first:
             model.load(tmp_path / f"{first}")
         model.fit(initial_epoch=first, epochs=last, verbose=0, **data)

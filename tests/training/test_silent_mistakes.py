@@ -208,8 +208,7 @@ def test_an_object_with_a_length_and_items_ends(s2: dj.MirroredStrategy):
 
 @pytest.mark.exhaustive
 def test_replay_steps_leaves_the_refusal_of_a_partial_batch_to_the_step(s2: dj.MirroredStrategy):
-    with s2.scope():
-        make_model = dj.Model(nnx.BatchNorm(3, axis_name="data", rngs=nnx.Rngs(0)))
-    make_model.compile("sgd", "mse")
+    norm = lambda: nnx.BatchNorm(3, axis_name="data", rngs=nnx.Rngs(0))  # noqa: E731
+    make_model = compile_model(s2, norm)
     with pytest.raises(dj.PaddingLeakError, match="updates the statistics of a batch norm"):
         make_model.fit(X[:7], X[:7], 8, verbose=0, callbacks=[dj.callbacks.ReplaySteps(1)])

@@ -15,6 +15,7 @@ import pytest
 from cases import long
 from flax import nnx
 from leaves import on_host
+from model_factory import compile_model, linear
 
 import distribute_jax as dj
 
@@ -178,9 +179,8 @@ def test_fit_leaves_a_bad_batch_out(kind: str, warnings_logged: pytest.LogCaptur
     """From loss, metrics and weights; evaluate does not log it again."""
 
     def fitted(data: list[np.ndarray]) -> tuple[Any, list[np.ndarray], int]:
-        with STRATEGIES[kind]().scope():
-            model = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
-        model.compile(optax.adam(0.1), loss="mse", metrics=["mae"], skip_nonfinite=True)
+        options = {"optimizer": optax.adam(0.1), "metrics": ["mae"], "skip_nonfinite": True}
+        model = compile_model(STRATEGIES[kind](), linear(3), **options)
         rows = [(x, x[:, :1]) for x in data]
         model.evaluate(rows, verbose=0)
         history = model.fit(rows, verbose=0).history
@@ -199,9 +199,7 @@ def test_fit_leaves_a_bad_batch_out(kind: str, warnings_logged: pytest.LogCaptur
 
 @pytest.mark.exhaustive
 def test_verify_ignores_which_replica_was_bad(s4: dj.Strategy) -> None:
-    with s4.scope():
-        model = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
-    model.compile("sgd", loss="mse", skip_nonfinite=True, verify="first")
+    model = compile_model(s4, linear(3), skip_nonfinite=True, verify="first")
     model.fit([(x, x[:, :1]) for x in batches(2, bad=[0])], verbose=0)
     assert model.optimizer.skipped_steps == 1
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from leaves import assert_close
+from model_factory import compile_model, linear
 
 import distribute_jax as dj
 from distribute_jax.training import _trainer
@@ -50,9 +50,7 @@ def test_fit_measures_and_ends_at_the_same_weights(
     y = x.sum(axis=1, keepdims=True)
     models = []
     for steps in (1, "auto"):
-        with s4.scope():
-            model = dj.Model(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
-            model.compile(optax.sgd(0.01), "mse", steps_per_execution=steps)
+        model = compile_model(s4, linear(3), steps_per_execution=steps)
         model.fit(x, y, batch_size=8, epochs=12, shuffle=False, verbose=0)
         models.append(model)
     assert models[1].trainer.steps_per_execution("train").size >= 8

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import distribute_jax as dj
-from tests.training.model_factory import Scale
+from tests.training.model_factory import Scale, compile_model
 
 
 class Example:
@@ -30,9 +30,7 @@ class Example:
             traced.write(".")
             return jnp.mean((y_true - y_pred) ** 2, axis=-1)
 
-        with dj.MirroredStrategy([0, 1]).scope():
-            self.model = dj.Model(Scale())
-            self.model.compile("sgd", loss, **compiled)
+        self.model = compile_model(dj.MirroredStrategy([0, 1]), Scale, loss=loss, **compiled)
 
     @property
     def traces(self) -> int:

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
+from tests.training.model_factory import compile_model, linear
 
 pytestmark = pytest.mark.usefixtures("default_sigterm")
 
@@ -150,9 +151,7 @@ def test_a_backup_within_an_epoch_resumes_with_other_replicas(tmp_path: Path):
     options: Any = {"x": x, "y": x[:, :1], "batch_size": 8, "epochs": 2, "verbose": 0}
 
     def losses(replicas: int, *callbacks: Any) -> Any:
-        with dj.MirroredStrategy(range(replicas)).scope():
-            model = dj.Model(nnx.Linear(2, 1, rngs=nnx.Rngs(0)))
-        model.compile("sgd", loss="mse")
+        model = compile_model(dj.MirroredStrategy(range(replicas)), linear(2))
         return model.fit(callbacks=list(callbacks), **options).history["loss"]
 
     with pytest.raises(InterruptedRunError):
@@ -164,18 +163,10 @@ def test_a_backup_within_an_epoch_resumes_with_other_replicas(tmp_path: Path):
 @pytest.mark.exhaustive
 def test_batches_per_replica_cannot_resume_with_other_replicas(tmp_path: Path):
     """The batches are dealt out in turn, so their number is not a position in the data."""
-    for replicas, error, text in (
-        (1, InterruptedRunError, None),
-        (
-            2,
-            ValueError,
-            "a batch of 1 replicas in 1 processes and one of 2 replicas in 1 processes",
-        ),
-    ):
+    refused = "a batch of 1 replicas in 1 processes and one of 2 replicas in 1 processes"
+    for replicas, error, text in ((1, InterruptedRunError, None), (2, ValueError, refused)):
         strategy = dj.MirroredStrategy(range(replicas))
-        with strategy.scope():
-            model = dj.Model(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
-        model.compile("sgd", loss="mse")
+        model = compile_model(strategy, linear(1))
         batches = [(np.full((1, 1), i, np.float32),) * 2 for i in range(8)]
         data = strategy.distribute_datasets_from_function(lambda _, batches=batches: batches)
         callbacks = [backup(tmp_path, save_freq=1), interrupt(on_train_batch_end=1)]
@@ -209,7 +200,6 @@ def test_a_damaged_backup_warns_and_the_previous_one_is_used(example: Any, tmp_p
 
 def test_a_backup_of_another_model_is_refused(example: Any, tmp_path: Path, s2: Any):
     import optax
-    from flax import nnx
 
     with pytest.raises(InterruptedRunError):
         example.fit(backup(tmp_path), interrupt(on_epoch_begin=1), epochs=2)

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 import distribute_jax as dj
+from tests.training.model_factory import Scale, compile_model
 
 
 @pytest.fixture(scope="module")
-def model(_compiled: Any) -> dj.Model:
-    with dj.MirroredStrategy([0, 1]).scope():
-        model = dj.Model(type(_compiled.model.module)())
-    model.compile("sgd", "mse", metrics=["mae"], steps_per_execution=2)
-    return model
+def model() -> dj.Model:
+    strategy = dj.MirroredStrategy([0, 1])
+    return compile_model(strategy, Scale, metrics=["mae"], steps_per_execution=2)
 
 
 X = np.arange(1.0, 13.0, dtype=np.float32).reshape(12, 1)

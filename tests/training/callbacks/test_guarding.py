@@ -19,6 +19,7 @@ from leaves import numbers
 
 import distribute_jax as dj
 from distribute_jax.callbacks import BackupAndRestore, CheckInSync, LambdaCallback, LossSpike
+from tests.training.model_factory import compile_model
 
 
 class Net(nnx.Module):
@@ -41,10 +42,8 @@ def batches(steps: int, spikes: Any = (), size: float = 1000.0) -> list[Any]:
 
 
 def compiled_model(strategy: Any = None, module: Callable[[], Any] = Net) -> dj.Model:
-    with (strategy or dj.MirroredStrategy([0, 1])).scope():
-        model = dj.Model(module())
-    model.compile(optax.adam(0.02), loss="mse")
-    return model
+    strategy = strategy or dj.MirroredStrategy([0, 1])
+    return compile_model(strategy, module, optimizer=optax.adam(0.02))
 
 
 def fit_one_epoch(model: dj.Model, data: list[Any], *callbacks: Any) -> list[np.ndarray]:

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
+from tests.training.model_factory import compile_model, linear
 
 X = np.arange(1.0, 13.0, dtype=np.float32).reshape(12, 1)
 
@@ -40,9 +41,7 @@ def test_steps_continue_in_the_middle_of_an_epoch(
 ):
     """After an interruption, whichever callback comes first."""
     for interrupted in (True, False):
-        with s2.scope():
-            model = dj.Model(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
-        model.compile("sgd", "mse")
+        model = compile_model(s2, linear(1))
         saves = dj.callbacks.BackupAndRestore(tmp_path, save_freq=2)
         after = dj.callbacks.LambdaCallback(
             on_train_batch_end=lambda batch, logs, raises=interrupted: 1 / (batch < 2 or not raises)

@@ -16,6 +16,7 @@ from rich.console import Console
 import distribute_jax as dj
 from distribute_jax.training import _progress
 from distribute_jax.training._trainer import Trainer
+from tests.training.model_factory import compile_model
 
 LINE = re.compile(
     r"(.+) - (\d+) batch(?:es)? - [\d.]+ s(?: - [\d.e+]+ m?s/step - [\d,]+ examples/s)?(?: - (.+))?"
@@ -234,9 +235,7 @@ def test_the_speed_excludes_compilation_of_later_batches(
     def second(*_: Any) -> None:
         now[0] += 1.0
 
-    with s2.scope():
-        model = dj.Model(Slow(2, 1, rngs=nnx.Rngs(0)))
-    model.compile("sgd", "mse", **options)
+    model = compile_model(s2, lambda: Slow(2, 1, rngs=nnx.Rngs(0)), **options)
     x = np.ones((14, 2), np.float32)
     callback = dj.callbacks.LambdaCallback(on_train_batch_end=second)
     model.fit(x, x[:, :1], 4, callbacks=[callback], verbose=2)

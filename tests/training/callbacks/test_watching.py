@@ -12,6 +12,7 @@ from flax import nnx
 
 import distribute_jax as dj
 from distribute_jax.training.callbacks._monitor import Monitor
+from tests.training.model_factory import compile_model, linear
 
 EarlyStopping = dj.callbacks.EarlyStopping
 ReduceLROnPlateau = dj.callbacks.ReduceLROnPlateau
@@ -104,9 +105,7 @@ def test_a_schedule_may_take_the_epoch_alone(example: Any):
 
 
 def fitted_model(strategy: Any, tx: Any, *callbacks: Any) -> dj.Model:
-    with strategy.scope():
-        model = dj.Model(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
-        model.compile(tx, "mse")
+    model = compile_model(strategy, linear(1), optimizer=tx)
     x = np.linspace(-1, 1, 8, dtype=np.float32)[:, None]
     model.fit(x, 3 * x, epochs=3, verbose=0, callbacks=callbacks)
     return model
@@ -221,9 +220,8 @@ class Noisy(nnx.Module):
 
 def search(strategy: dj.Strategy, **options: Any) -> dj.callbacks.LearningRateFinder:
     """Runs a search and returns the finder; checks that all state is as before."""
-    with strategy.scope():
-        model = dj.Model(Noisy())
-    model.compile((optax.adam if options else optax.sgd)(0.123), "mse", **options)
+    tx = (optax.adam if options else optax.sgd)(0.123)
+    model = compile_model(strategy, Noisy, optimizer=tx, **options)
     if options:
         model.fit(X, Y, batch_size=8, verbose=0)
     nodes = [model.module, model.optimizer]
