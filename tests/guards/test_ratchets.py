@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_766,
-    lines_of_tests: 51_979,
+    lines: 51_770,
+    lines_of_tests: 51_435,
     files: 205,
     pieces: 0,
     private_words: 0,
