@@ -136,7 +136,8 @@ class _MeanWalk(NoticeWalk):
             if eqn.primitive.name != "scan":
                 return outs
             _, kept = consts_and_carries(eqn)  # dim 0 of what is stacked is not that of the rows
-            return [*outs[:kept], *(m if isinstance(m, Ref) else m - _ROWS for m in outs[kept:])]
+            stacked = (m if isinstance(m, Ref) or not m & _ROWS else MIRRORED for m in outs[kept:])
+            return [*outs[:kept], *stacked]
         return self.by_rule(_MeanWalk._plain, eqn, contents(marks)) or [MIRRORED] * len(eqn.outvars)
 
     def _plain(self, eqn: Any, marks: Marks) -> Marks:
@@ -241,9 +242,7 @@ class _MeanWalk(NoticeWalk):
         ):
             return _nonlinear(union(marks), MixedRows, _Centered) or frozenset({_Total(self._rows)})
         shape, axes = eqn.invars[0].aval.shape, eqn.params.get("axes", ())
-        if name == "scatter-add" and shape[:1] != (
-            self._rows,
-        ):  # sums of segments, counts of classes
+        if name == "scatter-add" and shape[:1] != (self._rows,):  # sums of segments, counts
             return frozenset({_Total(0)})
         if not (marks[0] & _ROWS and self._has_rows(shape, marks[0])):
             return None
@@ -286,15 +285,11 @@ class _MeanWalk(NoticeWalk):
         if is_product or name in _NONLINEAR:
             is_share = _of_one_share(mark)
             return frozenset({NonlinearShare(self.at())}) if is_share else words_of(mark, Combined)
-        if (
-            name not in _LINEAR
-        ):  # as the largest of means, and the order of what is not linear in them
-            largest = name in OVER_ROWS and any(type(word) is ShareMean for word in mark)
-            nonlinear = frozenset(word for word in mark if type(word) is NonlinearShare)
-            return nonlinear | {NonlinearShare(self.at())} if largest else nonlinear
+        if name in OVER_ROWS and any(type(word) is ShareMean for word in mark):
+            return frozenset({NonlinearShare(self.at())})  # as the largest of means
         # A count that is kept from being 0, as by jnp.maximum(count, 1), is still one.
         is_total = all(m or n is not None for m, n in zip(marks, numbers, strict=True))
-        kept = words_of(mark, _OfShares, *[_Total] * is_total)
+        kept = words_of(mark, _OfShares, *[_Total] * is_total) if name in _LINEAR else MIRRORED
         return kept | words_of(mark, _Across) if name in _SAME_DIMS else kept
 
     def _divided(self, mark: Mark, number: float) -> Mark:
