@@ -172,9 +172,8 @@ class PerReplica(DistributedValues):
     replica gets every other array in full.
 
     Attributes:
-        global_array: the array of all replicas (global view), sharded over ``"data"``.
-        array: the same, but of NumPy while a small batch of one device is on the host: a step transfers it
-            faster than ``device_put`` does.
+        array: ``global_array``, but of NumPy while a small batch of one device is on the host: the call of a
+            step transfers it faster than ``device_put`` does.
         layout: ``STACKED``, dim 0 has size N, or ``JOINED``, dim 0 is divided into N equal shares.
         mesh: the mesh of the strategy that made it.
         counts: the real examples of each replica where shares are padded; None where all is real.

@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_765,
+    lines: 51_764,
     lines_of_tests: 51_435,
     files: 205,
     pieces: 0,
