@@ -17,6 +17,7 @@ from flax import nnx
 from distribute_jax._absent import describe_foreign
 from distribute_jax._checks import brief
 from distribute_jax._errors import ArgumentError, NotEqualError, PaddingLeakError, UnsupportedError
+from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax._mesh import outside_mesh, put
 from distribute_jax._messages import PyTree, leaf_text, listed, promoting
 from distribute_jax._padding import real_mask
@@ -126,10 +127,12 @@ class Tracker(nnx.Module):
             variable.set_raw_value(put(variable.get_raw_value(), sharding))
 
     def reset(self) -> None:
-        for metric in (self.loss, *self.parts.values()):
-            metric.reset()
-        for metric in self.metrics.values():
-            _newest(metric, "reset", "reset_state")()
+        # An interrupt within an operation that JAX runs by itself can leave JAX believing that it is tracing.
+        with interrupts_held_back():
+            for metric in (self.loss, *self.parts.values()):
+                metric.reset()
+            for metric in self.metrics.values():
+                _newest(metric, "reset", "reset_state")()
 
     def update_loss(self, objective: Objective, total: Any, parts: Any, examples: Any) -> None:
         self.loss.add(total, examples)

@@ -254,6 +254,26 @@ def test_an_interrupt_where_a_scope_begins_or_ends_leaves_none_open_behind_fit(s
     assert at > 50
 
 
+def test_an_interrupt_while_fit_resets_its_metrics_waits_until_all_are_reset(
+    s2: dj.Strategy, monkeypatch: pytest.MonkeyPatch
+):
+    with s2.scope():
+        model = dj.Model(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    model.compile(optimizer="sgd", loss="mse", metrics=["mae", "mse"])
+    x, reset = np.ones((4, 2), np.float32), list[dj.metrics.Metric]()
+
+    def reset_and_interrupt(metric: dj.metrics.Metric) -> None:
+        if not reset:
+            signal.raise_signal(signal.SIGINT)
+        reset.append(metric)
+
+    model.fit(x, x, verbose=0)
+    monkeypatch.setattr(dj.metrics.Metric, "reset", reset_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, x, verbose=0)
+    assert len(reset) == 3
+
+
 def test_a_variable_may_hold_a_nest_of_a_single_array(strategy: dj.Strategy):
     with strategy.scope():
         nest = nnx.Variable({"nested": jnp.zeros(3)})
