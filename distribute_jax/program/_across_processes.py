@@ -2,8 +2,8 @@
 
 Programs that differ would hang or compute different numbers, since XLA compares nothing. So the whole step is
 compared before its first run. What may change from call to call is logged, and the logs are compared in the
-background: which program runs, the host values that are passed, and what the user wrote into variables since
-the last step.
+background: which program runs, the host values that are passed, what the user wrote into variables since the
+last step, and, at the first, second, fourth, eighth, … call, the arrays that are passed or captured.
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ from distribute_jax.program._program import Program
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _MAX_COMPARED_BYTES = 1 << 20
+_VALUES = "values passed"
 
 
 def check_same_program(
-    step: str, program: Program, arguments: Arguments, shardings: Sequence[Any], options: RunOptions,
-    strategy: Any, mesh: Mesh,
+    step: str, program: Program, arguments: Arguments, binding: Binding, shardings: Sequence[Any],
+    options: RunOptions, strategy: Any, mesh: Mesh,
 ) -> str:  # fmt: skip
     """Returns the fingerprint of a program; raises on all processes if their steps differ.
 
-    The strategies, where state is stored, the options, and host values of up to 1 MiB are compared too. In a
-    single process the fingerprint is empty.
+    The strategies, where state is stored, the options, and values of up to 1 MiB that are passed or captured
+    are compared too. In a single process the fingerprint is empty.
     """
     job = job_of(mesh)
     if job.is_alone:
         return ""
-    text = _text_of(program)
-    here = _facts(step, text, arguments, shardings, options)
+    text, values = _text_of(program), _values_of_all(arguments, binding)
+    here = _facts(step, text, arguments, values.values(), shardings, options)
     here["strategy"] = type(strategy).__name__
     answers = job.exchange("the next step to compile", json.dumps(here))
     facts: list[dict[str, str]] = [json.loads(answer) for answer in answers]
@@ -64,6 +65,8 @@ def check_same_program(
         return facts[0]["program"]
     if any("program" in line for line in lines):
         lines += _first_difference(job, text)
+    if any(_VALUES in line for line in lines):
+        lines = [line for line in lines if _VALUES not in line] + _different_values(job, values)
     raise ProcessesDifferError(
         "The processes are about to run different steps together:\n" + "\n".join(lines[:12]) + "\n"
         "Every process runs the same program on batches of the same shapes. Look for what depends on the "
@@ -72,14 +75,9 @@ def check_same_program(
 
 
 def _facts(
-    step: str, text: str, arguments: Arguments, shardings: Sequence[Any], options: RunOptions
-) -> dict[str, str]:
-    # Values that each replica gets must be equal on all processes.
-    arguments_of_all = (
-        v for v in arguments.data if not isinstance(v, PerReplica) and not is_key(v)
-    )
-    on_host = map(_on_host, filter(_is_complete_here, arguments_of_all))
-    small = (host for host in on_host if host.nbytes <= _MAX_COMPARED_BYTES)
+    step: str, text: str, arguments: Arguments, values: Iterable[Any], shardings: Sequence[Any],
+    options: RunOptions,
+) -> dict[str, str]:  # fmt: skip
     config: Any = jax.config
     return {
         "step": step,
@@ -88,10 +86,19 @@ def _facts(
         # It changes the bits of random keys, and not the traced program.
         "jax_threefry_partitionable": f"{config.jax_threefry_partitionable}",
         "shapes of the data": ", ".join(map(_kind, arguments.arrays)),
-        "values passed": _digest(small)[:12],
+        _VALUES: _digest(values)[:12],
         "XLA_FLAGS": " ".join(sorted(xla_flags(os.environ))),
         "program": hashlib.sha256(text.encode()).hexdigest()[:12],
     }
+
+
+def _values_of_all(arguments: Arguments, binding: Binding) -> dict[str, np.ndarray[Any, Any]]:
+    """Returns the values that each replica gets, which must be equal on all processes, by name."""
+    names = *arguments.names_of("data"), *(name for name, _, _ in binding.arrays)
+    named = zip(names, (*arguments.data, *binding.captured_arrays()), strict=True)
+    given = (item for item in named if not isinstance(item[1], PerReplica))
+    values = {name: _on_host(value) for name, value in given if _is_readable_here(value)}
+    return {name: host for name, host in values.items() if host.nbytes <= _MAX_COMPARED_BYTES}
 
 
 def _text_of(program: Program) -> str:
@@ -140,6 +147,15 @@ def _first_difference(job: Job, text: str) -> list[str]:
     return []
 
 
+def _different_values(job: Job, values: dict[str, np.ndarray[Any, Any]]) -> list[str]:
+    here = json.dumps({name: _text(host) for name, host in values.items()})
+    facts = [json.loads(answer) for answer in job.exchange("the values passed", here)]
+    names = dict.fromkeys(name for one in facts for name in one)
+    return [
+        line for name in names for line in _differences(name, [f"{one.get(name)}" for one in facts])
+    ]
+
+
 _MAX_ALWAYS_COMPARED_BYTES = 1 << 12
 """Larger state that the user writes is compared at the first, second, fourth, eighth, … write only."""
 
@@ -167,7 +183,7 @@ class CallLog:
         shapes = ", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in avals if aval.ndim)
         self._action = f"runs {entry.step}{f' on {shapes}' if shapes else ''}"
         self._fingerprint = fingerprint
-        self._large_writes = 0
+        self._large_writes = self._calls = 0
 
     def record(
         self,
@@ -185,6 +201,9 @@ class CallLog:
         unchanged = len(last_state) == self._num_state_inputs
         if not unchanged or any(map(operator.is_not, flat, last_state)):
             notes += self._written_by_user(flat)
+        self._calls += 1
+        if _is_power_of_two(self._calls):
+            notes += self._arrays_passed(flat, data)
         times = f" {steps} times" if steps > 1 else ""
         shown = f" with {', '.join(notes[:_MAX_NAMED])}" if notes else ""
         rest = "\n".join(notes[_MAX_NAMED:])
@@ -195,14 +214,30 @@ class CallLog:
         new = [
             i
             for i in self._compared
-            if note_on(flat[i], _OUTPUT) is UNNOTED and _is_complete_here(flat[i])
+            if note_on(flat[i], _OUTPUT) is UNNOTED and _is_readable_here(flat[i])
         ]
         small = [i for i in new if getattr(flat[i], "nbytes", 0) <= _MAX_ALWAYS_COMPARED_BYTES]
         if len(small) < len(new):
             self._large_writes += 1
-            if self._large_writes & (self._large_writes - 1):  # not a power of two
+            if not _is_power_of_two(self._large_writes):
                 new = small
         return [f"{self._names[i]} = {_text(flat[i])}, written between steps" for i in new]
+
+    def _arrays_passed(self, flat: Sequence[Any], data: Sequence[Any]) -> list[str]:
+        """Describes the captured arrays and array arguments that are not the output of a step."""
+        passed = [
+            *range(self._num_state_inputs, self._first_data),
+            *(self._first_data + k for k, v in enumerate(data) if isinstance(v, jax.Array)),
+        ]
+        return [
+            f"{self._names[i]} = {_text(flat[i])}"
+            for i in passed
+            if note_on(flat[i], _OUTPUT) is UNNOTED and _is_readable_here(flat[i])
+        ]
+
+
+def _is_power_of_two(number: int) -> bool:
+    return not number & (number - 1)
 
 
 def note_call(
@@ -222,9 +257,11 @@ def note_outputs(entry: BoundProgram, results: Sequence[Any], mesh: Mesh) -> Non
         note_all(arrays, _OUTPUT, True)
 
 
-def _is_complete_here(value: Any) -> bool:
-    """True if this process has all of a value, not only some shards."""
-    return not isinstance(value, jax.Array) or value.is_fully_replicated
+def _is_readable_here(value: Any) -> bool:
+    """True if this process has all of a value, not only some shards, and it was not donated."""
+    return not isinstance(value, jax.Array) or (
+        value.is_fully_replicated and not value.is_deleted()
+    )
 
 
 def _text(value: Any) -> str:
@@ -251,7 +288,7 @@ def agree_on_values(step: str, binding: Binding, mesh: Mesh) -> None:
         (variable, name, leaves)
         for variable, name in zip(binding.variables, binding.names, strict=True)
         if not keeps_own_values(variable)
-        and all(map(_is_complete_here, leaves := jax.tree.leaves(variable.get_raw_value())))
+        and all(map(_is_readable_here, leaves := jax.tree.leaves(variable.get_raw_value())))
     ]
     digests = [
         f"{name} {', '.join(map(_kind, leaves))} {_digest(map(_on_host, leaves))}"

@@ -166,7 +166,8 @@ class ProgramCache:
             else:  # The step moved variables or arrays: the program is right for this call only.
                 single_call = before.with_arrays(captured)
         fingerprint = check_same_program(
-            name, program, arguments, placement, request.options, self._strategy, self._replicas.mesh,
+            name, program, arguments, binding, placement, request.options, self._strategy,
+            self._replicas.mesh,
         )  # fmt: skip
         if single_call is not None:
             entry = BoundProgram(program, single_call, name)

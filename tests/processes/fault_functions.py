@@ -115,11 +115,13 @@ def differing():
     outcome = []
     verify = dj.RunOptions(verify="first" if me else "off")
     sharded = dj.MultiWorkerMirroredStrategy(shard_optimizer_state=bool(me))
-    run = strategy.run
+    run, key = strategy.run, jax.random.key(me)
     for call in (
         lambda: run(make_step(strategy, rate=0.1 * (1 + me))[0], (x,)),
         lambda: run(make_step(strategy, width=2 + me)[0], (x,)),
         lambda: run(lambda x, scale: x * scale, (x, np.float32(1 + me))),
+        lambda: run(lambda x, key: x + jax.random.uniform(key), (x, key)),
+        lambda: run(lambda x: x * jax.random.uniform(key), (x,)),
         lambda: run(lambda x: x + me, (odd,)),
         lambda: run(lambda x, rows: x.sum() + rows.sum(), (x, rows)),
         lambda: run(lambda x: x + 2, (x,), options=verify),

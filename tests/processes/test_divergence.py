@@ -50,6 +50,16 @@ def passes_another_number():
         time.sleep(0.01)
 
 
+def passes_another_key():
+    """Process 1 passes another random key than process 0, after the first step."""
+    strategy = make_strategy(step_seconds=20)
+    key = jax.random.key(0)
+    for _ in range(STEPS):
+        strategy.run(jax.random.normal, args=(key,))
+        key = jax.random.key(2 if on_process_1() else 1)
+        time.sleep(0.01)
+
+
 def writes_another_value():
     """Process 1 writes another value between two steps."""
     strategy, add, _, _, factor = prepared()
@@ -247,6 +257,7 @@ def checks_alone():
     ("function", "words"),
     [
         (passes_another_number, ["add with args[0] = 0.125", "= 0.25"]),
+        (passes_another_key, ["normal with args[0] = uint32[2]"]),
         (writes_another_value, ["= 6.0, written between steps", "= 7.0"]),
         (runs_another_step, ["0: runs prepared.<locals>.add", "1: runs prepared.<locals>.take"]),
         (differs_at_the_end, ["= 0.125", "= 0.25"]),

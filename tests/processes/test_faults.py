@@ -109,16 +109,18 @@ def test_a_process_that_finishes_early_is_named():
 
 
 def test_steps_that_differ_between_processes_are_an_error_before_they_run():
-    """Another rate, width, value, constant, shape, option: both values are shown, on both processes."""
+    """Another rate, width, value, key, constant, shape, option: both are shown, on both processes."""
     results = run(fault_functions.differing)
     first, second = (r.value for r in results)
     assert first == second
-    rate, width, value, constant, shape, options, sharded, bits, after = first
+    rate, width, value, key, captured, constant, shape, options, sharded, bits, after = first
     assert "-0.1" in rate.replace("-0.10000000149011612", "-0.1")
     assert "-0.2" in rate
     assert "model.bias float32[2] on process 0" in width
     assert "model.bias float32[3] on process 1" in width
-    assert "values passed" in value
+    assert "args[1]: 1.0 on process 0, 2.0 on process 1" in value
+    assert "args[1]: uint32[2]" in key
+    assert "  key: uint32[2]" in captured
     assert "program:" in constant
     assert "float32[2, 4] on process 0" in shape.replace("float32[4], ", "")
     assert "float32[4, 4] on process 1" in shape.replace("float32[4], ", "")
