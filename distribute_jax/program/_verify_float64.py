@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from distribute_jax._mesh import on_host, put
+from distribute_jax._mesh import on_host, put, replicas_per_device
 from distribute_jax._messages import is_key
 from distribute_jax.program._call import BoundProgram
 from distribute_jax.program._jaxprs import (
@@ -26,6 +26,7 @@ from distribute_jax.program._jaxprs import (
     run_bodies,
 )
 from distribute_jax.program._lowerings import compile_shard_map, flat_step
+from distribute_jax.program._replica_scan import scan_replicas
 from distribute_jax.program._trace import Call
 
 Run = Callable[[list[Any]], list[Any]]
@@ -59,7 +60,10 @@ def in_float64(
     where = step.shardings.in_shardings(step.mesh)
     inputs = [put(_on_host(x), to) for x, to in zip(flat, where, strict=True)]
     avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
-    compiled = compile_shard_map(replace(step, avals=avals, runs_once=True))
+    step = replace(step, avals=avals, runs_once=True)
+    compiled = compile_shard_map(
+        scan_replicas(step) if replicas_per_device(step.mesh) > 1 else step
+    )
     return lambda flat: compiled(*flat), inputs
 
 
