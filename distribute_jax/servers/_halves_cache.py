@@ -39,6 +39,8 @@ class BoundHalves:
     """The function's name."""
     halves: Halves
     binding: Binding
+    is_compared: bool = False
+    """True once an update by several workers was compared with one device."""
     rows: Sequence[bool] | None = None
     """Which results have one row for each example; None until a partial batch needs to know."""
     leaves: list[Any] = field(init=False)

@@ -66,6 +66,8 @@ class ServersRunner(Runner):
         self._guarded: dict[int, tuple[StepCounts, int]] = {}
         self._element_counts: dict[Any, list[int]] = {}
         """How many elements of each of its arguments a function took when it was last traced."""
+        self._options: Any = None
+        """Those given for the function that was scheduled last, or for ``run`` in it."""
         self._last: tuple[Any, ...] = ()
         """The last function without other arguments, with what it depends on, its halves and data."""
 
@@ -73,6 +75,7 @@ class ServersRunner(Runner):
         """Runs a step here, after all closures; in a scheduled function, as a part of it."""
         if in_closure():
             check_call(args, kwargs)
+            self._options = options or self._options
             with on_worker(experimental_get_current_worker_index()):
                 return fn(*args, **(kwargs or {}))
         self._coordinator.join()
@@ -91,7 +94,12 @@ class ServersRunner(Runner):
                 check_counts(guard, guard.get_raw_value(), closures)
 
     def schedule(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, most: int | None = None
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        most: int | None = None,
+        options: Any = None,
     ) -> Any:
         """Queues a function for any worker, once fewer than ``most`` are open; returns remote values."""
         check_not_on_worker()
@@ -103,6 +111,7 @@ class ServersRunner(Runner):
             )
         check_call(args, kwargs, "coordinator.schedule(fn")
         leaves, tree = jax.tree.flatten((tuple(args), kwargs or {}), is_leaf=_is_leaf)
+        self._options = options
         bound, data, counts = self._traced(fn, leaves, tree)
         mirrored, rows = bound.halves.plan.mirrored, bound.rows or ()
         self._engine.start()
@@ -153,6 +162,7 @@ class ServersRunner(Runner):
                 if max(counts) > _MAX_ELEMENTS:
                     raise ArgumentError(_TOO_MANY.format(most=_MAX_ELEMENTS)) from None
         self._element_counts[key] = traced_counts
+        self._compare(Request(step, parsed, checked_run_options(self._options)), bound)
         if parsed.counts is not None and bound.rows is None:
             bound.rows = self._checked_rows(Request(step, parsed, UNVERIFIED), bound)
         fixed = bound.halves.data(bound.binding, parsed)
@@ -174,6 +184,16 @@ class ServersRunner(Runner):
         if last is not None and not (parsed.bound or bound.halves.arrays):
             self._last = *last, bound, read
         return bound, read, parsed.counts
+
+    def _compare(self, request: Request, bound: BoundHalves) -> None:
+        """Compares the first update of several workers with one device, and logs likely mistakes."""
+        if self._shares == 1 or bound.is_compared:
+            return
+        with step_lock:
+            entry = self.entry(request)
+            if request.options.verify not in entry.program.verified:
+                self._verify(request, entry)
+        bound.is_compared = True
 
     def _checked_rows(self, request: Request, bound: BoundHalves) -> list[bool]:
         """Returns which results have a row for each example; refuses a step that sees padding, as ``run``."""

@@ -198,7 +198,7 @@ class ParameterServerStrategy(Strategy):
     def _dispatch(self, fn: Any, batches: Iterator[Any], steps: int, options: Any) -> Any:
         if options is not None and options.verify == "first":
             return super()._dispatch(fn, batches, 1, options)
-        return self._runner.schedule(fn, next(batches), {}, most=self._max_pending)
+        return self._runner.schedule(fn, next(batches), {}, self._max_pending, options)
 
     def _fetch(self, results: Any) -> Any:
         return jax.tree.map(lambda x: x.get() if isinstance(x, RemoteValue) else x, results)

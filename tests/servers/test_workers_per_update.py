@@ -112,6 +112,29 @@ def test_the_share_of_a_lost_worker_is_run_again(monkeypatch: pytest.MonkeyPatch
     assert (coordinator.stats.version, sum(coordinator.stats.applied)) == (2, 4)
 
 
+def test_an_update_of_several_workers_is_compared_with_one_device() -> None:
+    """The sum of the gradients of means is twice that of one device; verify="off" allows it."""
+    strategy, coordinator = in_sync(2)
+    with strategy.scope():
+        weight = nnx.Param(jnp.zeros(()))
+
+    def step(x: jax.Array) -> None:
+        grad = jax.grad(lambda w: jnp.mean((w - x) ** 2))(weight[...])
+        weight[...] -= dj.get_replica_context().all_reduce("sum", grad)
+
+    def under(verify: Any) -> None:
+        options = dj.RunOptions(verify=verify)
+        (batch,) = strategy.distribute_dataset([np.float32([1, 2, 3, 4])])
+        coordinator.schedule(lambda x: strategy.run(step, (x,), options=options), args=(batch,))
+
+    with pytest.raises(dj.NotEqualError, match=r"2\.000 = number of replicas"):
+        under("auto")
+    assert float(weight[...]) == 0.0
+    under("off")
+    coordinator.join(SECONDS)
+    assert float(weight[...]) == 10.0
+
+
 def test_steps_that_need_other_replicas_are_refused() -> None:
     """Values of all replicas in the middle of a step, a bound of staleness, and padded batches."""
     with pytest.raises(ValueError, match="max_staleness=1 with workers_per_update=2"):
