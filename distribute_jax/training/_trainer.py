@@ -252,6 +252,8 @@ class Trainer:
         check = checking_first_call(kind, self.module) if of_user and is_first else nullcontext()
         with check, hint(partial(failure_hint, kind, self.tracker(kind), is_requested)):
             outs = self.strategy._dispatch(step, batches, max_batches, options)
+            if of_user and is_first:
+                self.strategy._sync_state()  # the check reads the new state
         self._verified.add(kind)
         return outs
 
