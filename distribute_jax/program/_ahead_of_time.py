@@ -262,8 +262,7 @@ def plan_step(
     kept = tuple(to and _kept_over(to, value, over) for value, to in pairs)
     arguments = replace(arguments.with_data(data), shardings=kept)
     binding = Binding(fn, arguments)
-    tables = [vars(node) for ref in binding.nodes if (node := ref()) is not None]
-    contents = copy_contents([*binding.guard.containers, *tables])
+    contents = copy_contents(binding.containers())
     try:
         with outside_mesh(), explain_compile_errors(step_name(fn)):
             for may_create in (True, False):

@@ -53,6 +53,7 @@ class Binding:
         values = [*captured.values, *arguments.bound]
         self.key = (tuple(captured.key), structure)
         self.variables = graph.variables
+        self._again = graph.again
         self.names = graph.names
         self.nodes = [weakref.ref(node) for node in graph.nodes]
         self.node_names = graph.node_names
@@ -125,19 +126,29 @@ class Binding:
         """Returns the type of each captured array, of which the step may read no more than the shape."""
         return [_array_type(p.get() if i is None else values[i]) for _, p, i in self.arrays]
 
+    def containers(self) -> list[Any]:
+        """Returns the dicts, lists and attributes of modules that a step may change while it is traced."""
+        return [*self.guard.containers, *map(vars, self._alive_nodes())]
+
     def paths(self) -> list[tuple[Any, ...]]:
         """Returns the path of each variable in the outermost module that holds it."""
-        nodes = filter(None, (node() for node in self.nodes))
-        return variable_paths(self.variables, self.names, nodes)
+        return variable_paths(self.variables, self.names, self._alive_nodes())
+
+    def _alive_nodes(self) -> list[Any]:
+        return [node for ref in self.nodes if (node := ref()) is not None]
 
     def captured_arrays(self) -> list[Any]:
         """Returns the arrays that are at their paths now."""
         return [place.get() for _, place, _ in self.arrays]
 
-    def reaches_same(self, variables: list[Any], arrays: list[Any]) -> bool:
-        """True if these variables and captured arrays are this binding's, in the same order."""
+    def reaches_same(self, before: Binding, arrays: list[Any]) -> bool:
+        """True if the variables of another binding, and these arrays, are at the same places in this one."""
         now = [*self.variables, *self.captured_arrays()]
-        return list(map(id, now)) == list(map(id, [*variables, *arrays]))
+        same = list(map(id, now)) == list(map(id, [*before.variables, *arrays]))
+        return same and self._places() == before._places()
+
+    def _places(self) -> list[Any]:
+        return [*self.names, *self._again, *(name for name, _, _ in self.arrays)]
 
     def owners(self) -> tuple[weakref.ref[Any], ...]:
         """Returns the modules among the roots; without them the step cannot run again."""

@@ -143,7 +143,7 @@ class ProgramCache:
         single_call = None
         if program is None:
             call = self.call(request, binding)
-            contents = copy_contents(binding.guard.containers)
+            contents = copy_contents(binding.containers())
             with (
                 contents_restored_on_error(contents), explain_compile_errors(name), preparing(),
                 doing(f"{COMPILING} {name}"),
@@ -160,7 +160,7 @@ class ProgramCache:
             self._recompilations.note(fn, before, arguments)
             if num_replicas(self._replicas.mesh) > 1:
                 self._log_notices(binding, program, request.options)
-            if binding.reaches_same(before.variables, captured):
+            if binding.reaches_same(before, captured):
                 key = (binding.key, placement, *lookup_key[1:])
                 self._add(key, program)
             else:  # The step moved variables or arrays: the program is right for this call only.
@@ -219,7 +219,7 @@ class ProgramCache:
         for key, bound, arrays in before:
             if bound in self._bound.get(key, ()) and not bound.binding.matches(request.roots):
                 binding = Binding(request.fn, request.arguments)
-                if binding.reaches_same(bound.binding.variables, arrays):
+                if binding.reaches_same(bound.binding, arrays):
                     self._rebind(self._bound[key], bound, binding)
 
     def _rebind(self, entries: list[BoundProgram], old: BoundProgram, binding: Binding) -> None:

@@ -72,6 +72,8 @@ class Graph:
 
     variables: list[nnx.Variable[Any]] = field(default_factory=list)
     """Every variable, once."""
+    again: list[int] = field(default_factory=list)
+    """The id of each variable, module or container where the walk reaches it once more."""
     names: list[str] = field(default_factory=list)
     """The path of each variable, as the user would write it."""
     nodes: list[Any] = field(default_factory=list)
@@ -117,6 +119,8 @@ class Walker:
             return IdentityKey(value)
         number = self._seen.get(id(value))
         if number is not None:
+            if isinstance(value, (nnx.Variable, nnx.Pytree, *_CONTAINERS)):
+                self.graph.again.append(id(value))
             return ("again", number)
         self._seen[id(value)] = len(self._seen)
         self._keep.append(value)

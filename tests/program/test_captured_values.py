@@ -588,17 +588,23 @@ def _insert(held: list[Any]) -> None:
     held[0][...] += 1
 
 
+@pytest.mark.parametrize("also_held", [False, True])
 @pytest.mark.parametrize("change", [_rotate, _shorten, _reverse, _insert])
 def test_a_list_that_changes_while_it_is_traced_writes_the_right_variables(
-    s2: dj.MirroredStrategy, change: Callable[[list[Any]], None]
+    s2: dj.MirroredStrategy, change: Callable[[list[Any]], None], also_held: bool
 ):
-    """Three calls do what plain Python does: a list that has changed is traced again."""
+    """Three calls do what plain Python does: a list that has changed is traced again.
+
+    It does not matter that the variables are also reached in an order that does not change.
+    """
     with s2.scope():
         held = _counters()
     everything, plain = list(held), _counters()
     plain_everything = list(plain)
+    also = tuple(everything) if also_held else ()
 
     def step() -> None:
+        assert len(also) in (0, 3)
         change(held)
 
     for _ in range(3):
@@ -628,6 +634,41 @@ def test_a_dict_entry_that_is_removed_and_reinserted_keeps_its_identity(s2: dj.M
         assert [float(x) for x in s2.run(step)] == [1.0, 10.0]
         assert {key: float(v[...]) for key, v in held.items()} == {"a": 0.0, "b": times}
         assert (float(plain.a[...]), float(plain.b[...])) == (1.0 + times, 10.0)
+
+
+def test_what_a_step_moves_to_another_name_is_traced_again(s2: dj.MirroredStrategy):
+    """In the same order of the walk; plain Python alternates between the two names."""
+    with s2.scope():
+        held, arrays = {"a": nnx.Variable(jnp.zeros(()))}, {"a": jnp.float32(1.0)}
+    [counter] = held.values()
+
+    def step() -> jax.Array:
+        [name] = held
+        other = "b" if name == "a" else "a"
+        held[other], arrays[other] = held.pop(name), arrays.pop(name)
+        held[other][...] += 1 if name == "a" else 10
+        return arrays[other] * (2 if name == "a" else 3)
+
+    assert [float(s2.run(step)) for _ in range(4)] == [2.0, 3.0, 2.0, 3.0]
+    assert float(counter[...]) == 22.0
+
+
+@pytest.mark.parametrize("verify", ["off", "always"])
+def test_a_step_may_exchange_layers_of_a_module(s2: dj.MirroredStrategy, verify: Any):
+    """As with a target network: the same in each trace, also that for one device."""
+    with s2.scope():
+        net = Layers()
+        net.layers = nnx.data(list(net.layers.values()))
+        net.first, net.second = net.layers
+    pair = list(net.layers)
+
+    def step() -> None:
+        net.first.bias[...] += 1
+        net.first, net.second = net.second, net.first
+
+    for expected in ((1, 0), (1, 1), (2, 1)):
+        s2.run(step, options=dj.RunOptions(verify=verify))
+        assert tuple(float(layer.bias[...][0]) for layer in pair) == expected
 
 
 def test_an_array_in_two_places_is_replaced_in_one(s2: dj.MirroredStrategy):
