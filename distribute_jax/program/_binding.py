@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 
 from distribute_jax._errors import StaleCaptureError
@@ -389,8 +390,14 @@ class _Swap:
     def put_copy(self, place: CapturePath) -> None:
         """Replaces a NumPy array by a copy, by the same one wherever it occurs."""
         array = self._original(place.get())
-        _, copied = self._copies.setdefault(id(array), (array, array.copy()))
-        self.put(place, copied)
+        if id(array) not in self._copies:
+            copied = array.copy()
+            if (
+                type(array) is not np.ndarray
+            ):  # a subclass may have attributes, which are not copied
+                vars(copied).update(vars(array))
+            self._copies[id(array)] = array, copied
+        self.put(place, self._copies[id(array)][1])
 
     def check_unassigned(self) -> None:
         """Raises if the step assigned a captured array, since the new value would be lost."""

@@ -168,14 +168,20 @@ class Walker:
         return (type(value), getattr(value, "typecode", None), bytes(value))
 
     def _numpy(self, numbers: np.ndarray[Any, Any], name: str, place: CapturePath) -> Any:
-        """A small array is guarded and traced through a copy; a large one is an input."""
-        if place.can_set and numbers.nbytes > _MAX_CONSTANT_BYTES and is_numeric(numbers.dtype):
+        """A small array is guarded and traced through a copy; a large one is an input.
+
+        One of a class with other operators or attributes, as a masked array or a matrix, is no input.
+        """
+        is_large = numbers.nbytes > _MAX_CONSTANT_BYTES and is_numeric(numbers.dtype)
+        if place.can_set and is_large and type(numbers) in (np.ndarray, np.memmap):
             self.graph.arrays.append((name, place))
             return ("array", numbers.shape, numbers.dtype, False)
         self.graph.guard.add_bytes(numbers.tobytes)
         if place.can_set:
             self.graph.copies.append(place)
-        return opaque_key(numbers)
+        if is_library(type(numbers).__module__):
+            return (type(numbers), opaque_key(numbers))
+        return (type(numbers), opaque_key(numbers), self._attributes(numbers, name))
 
     def _variable(self, variable: nnx.Variable[Any], name: str) -> Any:
         self.graph.variables.append(variable)

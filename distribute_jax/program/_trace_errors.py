@@ -202,10 +202,12 @@ def _explanation(call: Any, error: Exception) -> Exception | None:
     reason = text.partition("\n")[0]
     if not isinstance(error, DistributeError) and (framework := _foreign_caller(error)):
         return TracedValueError(_FOREIGN.format(fn=name, framework=framework, reason=reason))
-    if isinstance(error, _NEEDS_A_VALUE) or (
-        isinstance(error, (TypeError, ValueError, IndexError)) and _NEEDED.search(text)
+    large = _large_numpy(call, error)
+    if (
+        large
+        or isinstance(error, _NEEDS_A_VALUE)
+        or (isinstance(error, (TypeError, ValueError, IndexError)) and _NEEDED.search(text))
     ):
-        large = _large_numpy(call, error)
         message = _LARGE_NUMPY if large else _MESSAGE
         explanation = message.format(fn=name, names=", ".join(large), reason=reason)
         is_of_numpy = isinstance(error, jax.errors.TracerArrayConversionError) and not large
@@ -309,7 +311,8 @@ def module_hint(error: Exception) -> str:
 
 def _large_numpy(call: Any, error: Exception) -> list[str]:
     """Returns the names of the captured NumPy arrays that are inputs, if NumPy got a traced array."""
-    if not isinstance(error, _NO_NUMPY):
+    absent = isinstance(error, AttributeError) and re.search(r"Tracer has.* (\w+)", str(error))
+    if not isinstance(error, _NO_NUMPY) and not (absent and hasattr(np.ndarray, absent[1])):
         return []
     arrays = zip(call.binding.arrays, call.binding.captured_arrays(), strict=True)
     return [name for (name, *_), array in arrays if isinstance(array, np.ndarray)]

@@ -740,6 +740,24 @@ def test_numpy_code_on_a_large_captured_array_is_explained(s2: dj.MirroredStrate
     assert float(s2.run(lambda: jnp.linalg.norm(jnp.asarray(table)[:9]))) == 3.0
     with pytest.raises(dj.TracedValueError, match=r"(?s)NumPy on table.*before the step"):
         s2.run(lambda: jnp.float32(np.linalg.norm(table)))
+    with pytest.raises(dj.TracedValueError, match=r"(?s)NumPy on table.*before the step"):
+        s2.run(lambda: jnp.float32(table.strides[0]))
+
+
+class Scaled(np.ndarray):  # type: ignore[type-arg]
+    scale: float
+
+
+@pytest.mark.parametrize("size", [3, 20_000])
+def test_attributes_of_a_numpy_array_of_another_class_are_watched(
+    s2: dj.MirroredStrategy, size: int
+):
+    """Such an array is no input, since a traced one has neither its attributes nor its operators."""
+    held = np.ones(size).view(Scaled)
+    masked = np.ma.masked_array(np.ones(size), mask=[True] + (size - 1) * [False])
+    for held.scale in (1.0, 2.0):
+        total = s2.run(lambda: jnp.asarray(held)[0] * held.scale + masked.filled(0).sum())
+        assert float(total) == held.scale + size - 1
 
 
 # Metadata.
