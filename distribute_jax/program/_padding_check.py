@@ -71,8 +71,8 @@ _PROVED = "This follows from the traced step, which has not run:"
 _COMPARED = "The step was run on copies of the state with {};"
 
 _TRACED_AGAIN = (
-    "more padding, for which it was traced again, and had another result (as has a step that counts its "
-    "calls in Python: keep such a number in a variable)"
+    "more padding and with none, for which it was traced again, and had another result (as has a step that "
+    "counts its calls in Python: keep such a number in a variable)"
 )
 
 _OF_ZEROS = (
@@ -162,10 +162,14 @@ def run_checked_for_leaks(
         for changed in other_paddings([v for v in call.arguments.data if _is_padded(v)]):
             others = entry.execute(copied(entry.with_data(flat, _with_batch(call, changed))))
             _refuse_differing(call, entry, flat, outs, others, "two different paddings")
-        longer = _with_more_padding(call, entry, values)
-        if longer is not None:
-            _refuse_differing(call, entry, flat, outs, longer, _TRACED_AGAIN, nudged=True)
-        _refuse_nan(call, entry, flat, outs)
+        # A number that is written into the padding is the same in every padded batch, so the padded batch
+        # is compared with one without any: all rows as real ones.
+        rows = np.full_like(counts, share_sizes(call)[0], np.int32)
+        all_real = [*flat[:-1], program_input(rows, call.mesh)]
+        _refuse_nan(call, entry, all_real, outs)
+        if (longer := _with_more_padding(call, entry, values)) is not None:
+            without = entry.execute(copied(all_real))
+            _refuse_differing(call, entry, all_real, without, longer, _TRACED_AGAIN, nudged=True)
     check.leaked = False
     return outs
 
@@ -294,7 +298,7 @@ def _refuse_differing(
         raise _error(call, entry, "changes", lines, _COMPARED.format(how))
 
 
-def _refuse_nan(call: Call, entry: BoundProgram, flat: list[Any], outs: list[Any]) -> None:
+def _refuse_nan(call: Call, entry: BoundProgram, all_real: list[Any], outs: list[Any]) -> None:
     """Raises if state or a mirrored result is NaN, but not if all rows, as padding repeats them, are real."""
     is_mirrored = [True] * entry.state_size + list(entry.program.plan.mirrored)
 
@@ -303,17 +307,18 @@ def _refuse_nan(call: Call, entry: BoundProgram, flat: list[Any], outs: list[Any
         return {k for k, x in real if x is not None and np.isnan(x).any()}
 
     if bad := nans(outs):
-        counts = np.full_like(call.arguments.counts or (), share_sizes(call)[0], np.int32)
-        bad -= nans(entry.execute(copied([*flat[:-1], program_input(counts, call.mesh)])))
+        bad -= nans(entry.execute(copied(all_real)))
     if bad:
         lines = [f"{entry.output_names()[k]} is NaN: {_OF_ZEROS}" for k in sorted(bad)]
         raise _error(call, entry, "changes", lines, _COMPARED.format("all rows real, without NaN"))
 
 
 def _with_more_padding(call: Call, entry: BoundProgram, values: Sequence[Any]) -> list[Any] | None:
-    """Runs the step with twice the rows, which changes the result of a step that counts rows."""
-    twice = [*range(share_sizes(call)[0])] * 2
-    data = [with_rows(v, twice, v.counts) for v in call.arguments.data if _is_padded(v)]
+    """Runs the step on all rows as real ones, and as many rows of padding."""
+    rows = share_sizes(call)[0]
+    counts = (rows,) * len(call.arguments.counts or ())
+    twice = [*range(rows)] * 2
+    data = [with_rows(v, twice, counts) for v in call.arguments.data if _is_padded(v)]
     longer = replace(call, arguments=_with_batch(call, data))
     check: PaddingCheck = entry.program.padding
     if check.batches == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
@@ -171,7 +172,7 @@ def test_a_proved_step_compiles_once_at_its_first_partial_batch_and_runs_nothing
 def test_an_unproved_step_is_checked_again_at_the_2nd_4th_and_8th_partial_batch(
     s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture
 ):
-    """Each check runs it four times on four replicas; the one with more padding is compiled once."""
+    """Each check runs it five times on four replicas; the one with more padding is compiled once."""
     step, calls = counted(lambda x: dj.compute_average_loss(x.max() + 0 * x.sum(1)))
     elements = list(s4.distribute_dataset([np.ones((8, 3)), *[np.ones((5, 3))] * 9]))
     ran = []
@@ -180,7 +181,7 @@ def test_an_unproved_step_is_checked_again_at_the_2nd_4th_and_8th_partial_batch(
         jax.block_until_ready(s4.run(step, args=(element,)).global_array)
         jax.effects_barrier()
         ran.append((calls() - before) // 4)
-    assert ran == [1, 4, 4, 1, 4, 1, 1, 1, 4, 1]
+    assert ran == [1, 5, 5, 1, 5, 1, 1, 1, 5, 1]
     [text] = [r.getMessage() for r in caplog.records if "is not proved" in r.getMessage()]
     assert "result depends on reduce_max at test_partial.py:" in text
 
@@ -201,6 +202,39 @@ def test_a_leak_is_an_error_even_if_the_batch_does_not_show_it(s4: dj.MirroredSt
     assert 'all_reduce("mean", ...) goes with a mean' in str(e.value)
     assert "dj.Optimizer sums the gradients by itself" in str(e.value)
     assert int(rare[...]) == 8
+
+
+FILLED: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "max": lambda x: jax.lax.pmax(jnp.max(jnp.where(mask(), x, 0)), "data"),
+    "min": lambda x: jax.lax.pmin(jnp.min(jnp.where(mask(), -x, 0)), "data"),
+    "all": lambda x: total(jnp.any(~jnp.where(mask(), x < 0, False)).astype(int)),
+    "product": lambda x: total(jnp.log(jnp.prod(jnp.where(mask(), 2.0, 0)) + 1e-9)),
+    "cummax": lambda x: jax.lax.pmax(jax.lax.cummax(jnp.where(mask(), x, 0))[-1], "data"),
+}
+
+
+@pytest.mark.parametrize("name", FILLED)
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_a_number_that_is_written_into_the_padding_is_a_leak(name: str, replicas: int):
+    """It is the same in each padded batch, and a change only from one without padding."""
+    strategy = dj.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
+    numbers = -np.arange(1, 9, dtype=np.float32)
+    full, partial = strategy.distribute_dataset([numbers, numbers[:5]])
+    strategy.run(FILLED[name], args=(full,))
+    with pytest.raises(dj.PaddingLeakError, match=r"(?s)result differs.*padding and with none"):
+        strategy.run(FILLED[name], args=(partial,))
+
+
+def test_a_neutral_number_in_the_padding_is_no_leak(s4: dj.MirroredStrategy):
+    numbers = -np.arange(1, 9, dtype=np.float32)
+
+    def step(x: jax.Array) -> jax.Array:
+        return jax.lax.pmax(jnp.max(x, initial=-jnp.inf, where=mask()), "data")
+
+    for size, batch in zip(
+        (8, 5, 1), s4.distribute_dataset([numbers[:n] for n in (8, 5, 1)]), strict=True
+    ):
+        assert float(s4.run(step, args=(batch,))) == numbers[:size].max()
 
 
 @pytest.mark.exhaustive
