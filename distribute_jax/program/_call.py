@@ -173,6 +173,10 @@ class BoundProgram:
         try:
             return self._take_token(calling(self._dispatch, compiled, flat, unchanged, phase=phase))
         except Exception as error:
+            if (
+                self._pending_outputs
+            ):  # it has run: the handler of a signal raised, such as a timeout's
+                raise
             return self._take_token(self._retry(compiled, flat, error))
 
     def _copy_referenced(self, flat: list[Any], references: int) -> bool:

@@ -52,8 +52,10 @@ PACKAGE = dj.__path__[0]
 class Interrupter:
     """A trace function that raises before the n-th instruction of the library, or of some functions of it."""
 
-    def __init__(self, at: int, functions: frozenset[str] | None) -> None:
-        self.remaining, self.functions = at, functions
+    def __init__(
+        self, at: int, functions: frozenset[str] | None, error: type[BaseException]
+    ) -> None:
+        self.remaining, self.functions, self.error = at, functions, error
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
@@ -64,17 +66,22 @@ class Interrupter:
         if event == "opcode":
             self.remaining -= 1
             if self.remaining == 0:
-                raise KeyboardInterrupt
+                raise self.error
         return self
 
 
-def interrupted(call: Callable[[], Any], at: int, functions: frozenset[str] | None = None) -> bool:
+def interrupted(
+    call: Callable[[], Any],
+    at: int,
+    functions: frozenset[str] | None = None,
+    error: type[BaseException] = KeyboardInterrupt,
+) -> bool:
     """Calls a function and interrupts it before the n-th instruction; False if it ended before."""
     before = sys.gettrace()
-    sys.settrace(Interrupter(at, functions))
+    sys.settrace(Interrupter(at, functions, error))
     try:
         call()
-    except KeyboardInterrupt:
+    except error:
         return True
     finally:
         sys.settrace(before)
@@ -113,7 +120,10 @@ AROUND_THE_PROGRAM = frozenset({
 
 
 def check_interrupted_everywhere(
-    strategy: dj.Strategy, kind: str, functions: frozenset[str] | None = None
+    strategy: dj.Strategy,
+    kind: str,
+    functions: frozenset[str] | None = None,
+    error: type[BaseException] = KeyboardInterrupt,
 ) -> int:
     """Interrupts one call after the other, each an instruction later, and checks the state."""
     with strategy.scope():
@@ -122,7 +132,7 @@ def check_interrupted_everywhere(
     for _ in range(3):
         call()
     done, outcomes, at = model.steps(), set(), 1
-    while interrupted(call, at, functions):
+    while interrupted(call, at, functions, error):
         now = model.steps()
         assert now - done in (0, more), f"instruction {at}: {now - done} steps"
         outcomes.add(now - done)
@@ -138,6 +148,14 @@ def test_an_interrupt_around_the_program_leaves_the_state_as_before_or_after(
     s2: dj.Strategy, kind: str
 ):
     assert check_interrupted_everywhere(s2, kind, AROUND_THE_PROGRAM) > 100
+
+
+@pytest.mark.parametrize("kind", [k if k == "run" else long(k) for k in KINDS])
+def test_the_error_of_a_signal_handler_is_not_taken_for_one_of_the_program(
+    s2: dj.Strategy, kind: str
+):
+    """As that of a timeout, which is an Exception: it comes out, and the new state is stored."""
+    check_interrupted_everywhere(s2, kind, AROUND_THE_PROGRAM, TimeoutError)
 
 
 @pytest.mark.exhaustive
