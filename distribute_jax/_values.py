@@ -83,7 +83,9 @@ class NotAnArray:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _no_arithmetic
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _no_arithmetic
-    __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __neg__ = __pos__ = __abs__ = _no_arithmetic
+    __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __neg__ = __pos__ = __abs__ = __round__ = (
+        _no_arithmetic
+    )
     __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __iter__ = _no_arithmetic
     __array__ = __float__ = __int__ = __bool__ = __index__ = __len__ = _no_array
 

@@ -240,6 +240,13 @@ def frames(eqn: Any) -> Iterator[str]:
     return (f"{match['file']}:{match['line']}" for match in matches)
 
 
+def is_of_pmean(eqn: Any) -> bool:
+    """True for an equation of ``jax.lax.pmean``."""
+    traceback = eqn.source_info.traceback
+    calls = traceback.frames if traceback else ()
+    return any(c.function_name == "pmean" and "/jax/_src/" in c.file_name for c in calls)
+
+
 Values = dict[Any, Any]
 """The values of the variables of a jaxpr."""
 

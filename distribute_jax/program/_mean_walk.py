@@ -54,6 +54,10 @@ class SumOfMeans(_OfShares):
     """The sum of a ``ShareMean`` over the replicas."""
 
 
+class RescaledSum(SumOfMeans):
+    """A ``SumOfMeans`` scaled by a computed value: as a clipped gradient it may equal that of one device."""
+
+
 class Combined(_OfShares):
     """What the replicas combined of a ``NonlinearShare``."""
 
@@ -290,6 +294,9 @@ class _MeanWalk(NoticeWalk):
         # A count that is kept from being 0, as by jnp.maximum(count, 1), is still one.
         is_total = all(m or n is not None for m, n in zip(marks, numbers, strict=True))
         kept = words_of(mark, _OfShares, *[_Total] * is_total) if name in _LINEAR else MIRRORED
+        if name in ("div", "mul", "select_n") and not is_total:
+            sums = words_of(kept, SumOfMeans)
+            kept = (kept - sums).union(map(RescaledSum, sums))
         return kept | words_of(mark, _Across) if name in _SAME_DIMS else kept
 
     def _divided(self, mark: Mark, number: float) -> Mark:

@@ -19,6 +19,7 @@ from distribute_jax.collectives._markers import part_gradient_p, part_of_mean_p
 from distribute_jax.program._jaxprs import (
     equations,
     frames,
+    is_of_pmean,
     line,
     names_axis,
     user_line,
@@ -182,7 +183,7 @@ class _PartWalk(NoticeWalk):
     def _after_sum(self, name: str, eqn: Any, marks: Marks) -> Mark:
         """Returns the mark of what is computed from a sum of parts; ``all_reduce("mean")`` divides it."""
         factor, mark = factor_of(name, eqn, marks), union(marks)
-        is_mean = any(_COLLECTIVES in frame for frame in frames(eqn))
+        is_mean = any(_COLLECTIVES in frame for frame in frames(eqn)) or is_of_pmean(eqn)
         if is_mean and name == "div" and factor == 1 / self.axis_size < 1:
             gradients = map(MeanOfGradients, words_of(marks[0], _SummedGradient))
             return frozenset(gradients) or frozenset(

@@ -28,6 +28,7 @@ from distribute_jax.program._mean_walk import (
     Combined,
     MixedRows,
     NonlinearShare,
+    RescaledSum,
     ShareMean,
     SumOfMeans,
     means_of_shares,
@@ -137,6 +138,7 @@ _MIXED_ROWS = (
 )
 _OF_RESULTS: dict[type[str], str] = {
     SumOfMeans: _SUM_OF_MEANS,
+    RescaledSum: _SUM_OF_MEANS,
     MeanOfParts: _MEAN_OF_PARTS,
     Combined: _NONLINEAR,
     MixedRows: _MIXED_ROWS,
@@ -155,6 +157,7 @@ _MEAN_OF_GRADIENTS = (
 )
 _OF_STATE: dict[type[str], str] = {
     SumOfMeans: _SUM_OF_GRADIENTS,
+    RescaledSum: _SUM_OF_GRADIENTS,
     MeanOfGradients: _MEAN_OF_GRADIENTS,
 }
 """The warning for each mark of new state."""
@@ -218,10 +221,13 @@ def notices_of(
     if not results_are_parts.get():  # ``fit`` compares results itself
         others = [result for k, result in enumerate(results) if k not in new_state]
         notices += _about_means(_OF_RESULTS, call, others)
+    state = [name for _, name, *_ in state_outputs(call, traced)]
+    updated = [*zip(state, marks, strict=False), *(results[k] for k in sorted(new_state))]
     if has_averages or not may_be_compared(call, traced, traced.jaxpr):
-        state = [name for _, name, *_ in state_outputs(call, traced)]
-        updated = [*zip(state, marks, strict=False), *(results[k] for k in sorted(new_state))]
         notices += _about_means(_OF_STATE, call, updated)
+    elif not any(type(word) is SumOfMeans for _, mark in updated for word in mark):
+        # The comparison with one device does not see gradients that are too large if they are clipped.
+        notices += _about_means({RescaledSum: _SUM_OF_GRADIENTS}, call, updated)
     return tuple(notices), tuple(_share(mark) for _, mark in results)
 
 
@@ -244,7 +250,7 @@ def _about_means(
     facts = {"step": step_name(call.fn), "replicas": num_replicas(call.mesh)}
     for name, mark in named:
         for word in sorted(word for word in mark if type(word) in texts):
-            yield Notice(texts[type(word)], ({**facts, "name": name, "at": word},), word)
+            yield Notice(texts[type(word)], ({**facts, "name": name, "at": word},), str(word))
 
 
 def may_be_compared(call: Call, traced: Traced, jaxpr: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -205,14 +206,17 @@ def test_a_sum_of_rows_and_features_by_the_rows_is_a_mean(
     assert "2 times the mean over the batch" in text
 
 
+@pytest.mark.parametrize(
+    "mean_of", [lambda v: all_reduce("mean", v), lambda v: jax.lax.pmean(v, "data")]
+)
 def test_the_mean_of_parts_is_logged(
-    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, trace_only: Any
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, trace_only: Any, mean_of: Any
 ):
     """It is the mean over the batch by the replicas once more; a sum by as many tasks is not."""
 
     def step(x: jax.Array) -> Any:
         part = dj.compute_average_loss(x[:, 0])
-        mean = all_reduce("mean", (part, REPLICAS * part))
+        mean = mean_of((part, REPLICAS * part))
         return {"loss": mean[0] + 1.0, "sum": all_reduce("sum", part) / 4, "times": mean[1]}
 
     [text] = logged(caplog, lambda: trace_only(lambda: s4.run(step, (batch(s4),))))
@@ -402,6 +406,27 @@ def test_gradients_of_a_mean_that_are_summed_are_logged_where_the_step_is_not_co
     [text] = [text for text in texts if "gradients of the mean" in text][:1] or [""]
     assert ("4 times those of one device. Take dj.compute_average_loss" in text) == (kind in SUMMED)
     assert ("at test_means_of_shares.py" in text) == (kind in SUMMED)
+
+
+@pytest.mark.parametrize("norm", [1e-3, 1e3])
+@pytest.mark.parametrize("loss", [mean, lambda x: dj.compute_average_loss(x[:, 0] ** 2)])
+def test_gradients_of_a_mean_that_are_clipped_are_logged(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, loss: Any, norm: float
+):
+    """As long as both are clipped, the first step is that of one device; a later one is not."""
+    with s4.scope():
+        net = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        optimizer = dj.Optimizer(net, optax.adam(0.1), clip_global_norm=norm)
+
+    def step(x: jax.Array) -> None:
+        optimizer.update(net, nnx.grad(lambda net: loss(net(x)))(net))
+
+    is_wrong = loss is mean
+    error = pytest.raises(dj.NotEqualError, match=r"4\.000 = number of replicas")
+    with error if is_wrong and norm > 1 else contextlib.nullcontext():
+        options = dj.RunOptions(verify="auto")
+        texts = logged(caplog, lambda: s4.run(step, args=(batch(s4),), options=options))
+        assert ["4 times those of one device. Take" in text for text in texts] == [True] * is_wrong
 
 
 @pytest.mark.parametrize("is_ratio", [True, False])

@@ -263,8 +263,9 @@ def test_a_captured_batch_says_to_pass_it_in_args(s2: dj.MirroredStrategy, use: 
 
 def test_formats_and_attributes_of_arrays_say_how_to_get_one_array(s2: dj.MirroredStrategy):
     value = s2.run(replica_id)
-    with pytest.raises(TypeError, match=r"(?s)holds one value for each replica.*strategy\.reduce"):
-        f"{value:.3f}"
+    for use in (lambda value: f"{value:.3f}", lambda value: round(value, 3)):
+        with pytest.raises(TypeError, match=r"(?s)holds one value for each.*strategy\.reduce"):
+            use(value)
     assert f"{value}" == str(value)
     for name in ("numpy", "item", "mean", "shape"):
         with pytest.raises(
