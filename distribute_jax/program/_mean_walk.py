@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._mesh import DATA
-from distribute_jax.collectives._markers import part_gradient_p, unreduced_p
+from distribute_jax.collectives._markers import part_gradient_p, part_of_mean_p, unreduced_p
 from distribute_jax.program._jaxprs import consts_and_carries, names_axis
 from distribute_jax.program._notice_marks import (
     OVER_ROWS,
@@ -46,8 +46,12 @@ class ShareMean(_OfShares):
     """A mean over one replica's examples."""
 
 
+class _PartOfMean(_OfShares):
+    """What ``compute_average_loss`` returned, of which the replicas' sum is the mean over the batch."""
+
+
 class NonlinearShare(_OfShares):
-    """A function of such means, a ratio of sums, or a maximum or sort over one replica's examples."""
+    """A function of such means or parts, a ratio of sums, or a maximum or sort over a share."""
 
 
 class SumOfMeans(_OfShares):
@@ -127,6 +131,8 @@ class _MeanWalk(NoticeWalk):
     def apply(self, eqn: Any, marks: Marks) -> Marks:
         if eqn.primitive in (part_gradient_p, unreduced_p):
             return marks
+        if eqn.primitive is part_of_mean_p and self.axis_size > 1:
+            return [union(contents(marks)) | {_PartOfMean(self.at())}]
         if eqn.primitive.name == "scan":  # which takes the rows one by one
             first = sum(consts_and_carries(eqn))
             taken = (
@@ -325,7 +331,7 @@ def _over_replicas(mark: Mark) -> Mark:
 def _of_one_share(mark: Mark, *, extremes: bool = True) -> bool:
     """True if a value is computed from sums or means over one replica's examples."""
     known = mark if extremes else mark - words_of(mark, _Extreme)
-    return bool(words_of(known, _Total, ShareMean, NonlinearShare))
+    return bool(words_of(known, _Total, ShareMean, _PartOfMean, NonlinearShare))
 
 
 def _nonlinear(mark: Mark, *kinds: type[_OfShares]) -> Mark:

@@ -49,6 +49,7 @@ SUMS: dict[str, Callable[[jax.Array], Any]] = {
 NONLINEAR: dict[str, Callable[[jax.Array], Any]] = {
     "a root": lambda x: all_reduce("mean", jnp.sqrt((x**2).mean())),
     "a perplexity": lambda x: all_reduce("sum", jnp.exp(x.mean())) / REPLICAS,
+    "a perplexity of parts": lambda x: all_reduce("sum", jnp.exp(dj.compute_average_loss(x[:, 0]))),
     "a ratio": lambda x: all_reduce("mean", ratio(x)),
     "a variance": lambda x: all_reduce("mean", x.var(0)),
     "a standard deviation": lambda x: all_reduce("mean", x.std(ddof=1)),
@@ -135,6 +136,9 @@ RIGHT: dict[str, Callable[[jax.Array], Any]] = {
         "sum", jnp.tile(x[:, :1], 4).sum() / 16
     ),
     "reshaped rows by the elements of all": lambda x: all_reduce("sum", x.ravel().sum() / X.size),
+    "a loss by as many steps as rows": lambda x: all_reduce(
+        "sum", dj.compute_average_loss(x[:, 0]) / REPLICAS
+    ),
     "a loss": lambda x: all_reduce("sum", dj.compute_average_loss(x[:, 0])),
     "a gradient of a mean in each example, of as many items as rows": lambda x: all_reduce(
         "sum",
