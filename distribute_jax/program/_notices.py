@@ -82,6 +82,11 @@ _REPEATED = (
     "combine%s is equal on all of them. Pass a batch of strategy.distribute_dataset, of which each replica "
     "computes its share."
 )
+_WHOLE = (
+    "No argument of the step is distributed, so each call copies %s to all %s replicas, which compute the "
+    "same from it. Pass a batch of strategy.distribute_dataset, of which each replica computes its share, or "
+    "an array that is made under strategy.scope()."
+)
 _PART_IN_CALLBACK = (
     "The callback at %s gets what compute_average_loss returned at %s, which is this replica's part of the "
     "mean: the loss of the batch is the sum over the replicas, "
@@ -97,6 +102,8 @@ _PART_IN_METRIC = """\
 mean over the global batch, so the metric would be {replicas} times too small. Update it with one loss for \
 each example, as metrics.update(loss=losses), or with the sum over the replicas, \
 dj.get_replica_context().all_reduce("sum", loss)."""
+_LARGE = 1 << 20
+"""The bytes of a host array in ``args`` that is taken for data rather than for a small table."""
 _OF_SHARES = frozenset({Combine.INCREMENTS, Combine.EQUAL_INCREMENTS, Combine.JOINT})
 _VALUE_OF_METRIC = (
     "{step} returned {result}, the value of {metric} after its update in the step, which is the old value "
@@ -344,6 +351,11 @@ def _equal_notices(
         where = f" at {lines[0]}" if lines else ", or add to a metric,"
         replicas, of = str(num_replicas(call.mesh)), " and ".join(batches[:4])
         yield Notice(_REPEATED, (replicas, of, where), where)
+    elif batches and lines is not None and num_replicas(call.mesh) > 1:
+        on_host = [x.nbytes for x in call.arguments.data if isinstance(x, np.ndarray)]
+        if max(on_host, default=0) >= _LARGE:
+            step = step_name(call.fn)
+            yield Notice(_WHOLE, (" and ".join(batches[:4]), str(num_replicas(call.mesh))), step)
 
 
 def _batches(call: Call, traced: Traced) -> Iterator[str]:

@@ -302,6 +302,19 @@ def test_a_forgotten_distribute_dataset_is_logged(
     assert "Pass a batch of strategy.distribute_dataset" in text
 
 
+@pytest.mark.parametrize(("rows", "on_host"), [(1 << 15, True), (1 << 15, False), (1 << 10, True)])
+def test_a_large_host_array_beside_no_distributed_one_is_logged(
+    s4: dj.MirroredStrategy, logged: Callable[[], list[str]], rows: int, on_host: bool
+):
+    """As of a prediction, which combines nothing; an array on the devices, or a small one, is not."""
+    with s4.scope():
+        x = np.ones((rows, 8), np.float32) if on_host else jnp.ones((rows, 8))
+    for _ in range(2):
+        s4.run(lambda x: x @ jnp.ones((8, 2)), args=(x,))
+    texts = ["each call copies args[0] (float32[32768,8]) to all 4 replicas" in t for t in logged()]
+    assert texts == [True] * (on_host and rows > 1 << 10)
+
+
 @pytest.mark.exhaustive
 def test_a_forgotten_distribute_dataset_is_logged_with_dropout_and_with_metrics(
     s4: dj.MirroredStrategy, logged: Callable[[], list[str]]
