@@ -392,9 +392,7 @@ class _Swap:
         array = self._original(place.get())
         if id(array) not in self._copies:
             copied = array.copy()
-            if (
-                type(array) is not np.ndarray
-            ):  # a subclass may have attributes, which are not copied
+            if type(array) is not np.ndarray:  # the attributes of a subclass are not copied
                 vars(copied).update(vars(array))
             self._copies[id(array)] = array, copied
         self.put(place, self._copies[id(array)][1])

@@ -173,9 +173,7 @@ class BoundProgram:
         try:
             return self._take_token(calling(self._dispatch, compiled, flat, unchanged, phase=phase))
         except Exception as error:
-            if (
-                self._pending_outputs
-            ):  # it has run: the handler of a signal raised, such as a timeout's
+            if self._pending_outputs:  # it has run, and the handler of a signal raised this
                 raise
             return self._take_token(self._retry(compiled, flat, error))
 
