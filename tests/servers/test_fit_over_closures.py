@@ -138,7 +138,7 @@ def test_a_batch_whose_worker_is_killed_counts_once(of_one: Any) -> None:
 
 
 class WithStep(dj.Model):
-    """A model with a step of its own."""
+    """A model that overrides its step."""
 
     def train_step(self, data: Any) -> dict[str, Any]:
         def loss_of(module: Any) -> Any:
