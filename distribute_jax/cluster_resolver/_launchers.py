@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import abc
-import functools
 import json
 import os
 import re
-import socket
-import time
-from pathlib import Path
 from typing import ClassVar
 
 from distribute_jax._checks import converting
 from distribute_jax._errors import ClusterError
-from distribute_jax._supervision import (
-    ATTEMPT,
-    HOST,
-    JOB_FOLDER,
-    LOCAL_PROCESS_ID,
-    NUM_PROCESSES,
-    PROCESS_ID,
-    has_ended,
-)
+from distribute_jax._supervision import ADDRESS, LOCAL_PROCESS_ID, NUM_PROCESSES, PROCESS_ID
 from distribute_jax.cluster_resolver._base import (
     WORKER,
     ClusterResolver,
@@ -183,22 +171,17 @@ def parse_launcher(uri: str) -> str:
     return f"{host}:{_PORTS[int(match['job']) // len(_PORTS) % len(_PORTS)]}"
 
 
-_POLL_SECONDS = 0.02
-
-
 class LaunchedClusterResolver(RankClusterResolver):
     """The processes that ``distribute-jax launch``, or ``dj.testing.LocalCluster``, has started.
 
-    All are workers. At each start of the job process 0 picks a free port and writes it into a folder of the
-    job. The others wait for it in ``coordinator_address``, ``cluster_spec`` and ``master``.
+    All are workers. The launcher picks a port for process 0 at each start of the job.
 
     Args:
         rpc_layer: put in front of addresses.
-        timeout: how many seconds to wait for process 0.
+        timeout: has no effect: the launcher knows the address.
 
     Raises:
-        ClusterError: at a call: a variable is missing or malformed, or process 0 did not write its
-            address in time; a ``RuntimeError``.
+        ClusterError: at a call: a variable is missing or malformed; a ``RuntimeError``.
 
     Example:
         >>> import distribute_jax as dj
@@ -211,62 +194,16 @@ class LaunchedClusterResolver(RankClusterResolver):
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/cluster_resolver/ClusterResolver
     """
 
-    variables: ClassVar[tuple[str, ...]] = (NUM_PROCESSES, PROCESS_ID, HOST, JOB_FOLDER, ATTEMPT)
+    variables: ClassVar[tuple[str, ...]] = (NUM_PROCESSES, PROCESS_ID, ADDRESS)
     _rank_names = (PROCESS_ID, NUM_PROCESSES)
     _local_rank_name = LOCAL_PROCESS_ID
     _hint = "Start the program with distribute-jax launch."
 
     def __init__(self, rpc_layer: str | None = None, timeout: float = 60.0) -> None:
-        self._rpc_layer = rpc_layer
-        self._timeout = timeout
-
-    @property
-    def num_processes(self) -> int:
-        """How many processes train together; does not wait for process 0."""
-        return self._rank_and_size(PROCESS_ID, NUM_PROCESSES)[1]
-
-    @property
-    def process_id(self) -> int:
-        """Which of the processes this one is; does not wait for process 0."""
-        return self._rank_and_size(PROCESS_ID, NUM_PROCESSES)[0]
+        super().__init__(rpc_layer)
 
     def _first_address(self) -> str:
-        file = Path(self._variable(JOB_FOLDER)) / f"coordinator-{self._number(ATTEMPT)}"
-        if self.process_id == 0:
-            return _publish_address(file, self._variable(HOST))
-        return self._wait_for(file)
-
-    def _wait_for(self, file: Path) -> str:
-        limit = time.monotonic() + self._timeout
-        while not file.exists():
-            if (is_gone := has_ended(0)) or time.monotonic() > limit:
-                state = "has ended" if is_gone else f"did not write it within {self._timeout:g} s"
-                raise ClusterError(
-                    f"LaunchedClusterResolver: process {self.process_id} waits for the address of process 0, "
-                    f"which {state}: {file} is missing. Make the strategy in every process, before anything "
-                    "else."
-                )
-            time.sleep(_POLL_SECONDS)
-        return file.read_text()
-
-
-@functools.cache
-def _publish_address(file: Path, host: str) -> str:
-    """Picks the port on which process 0 listens, once per process, and writes it for the others."""
-    try:
-        # Unlike gRPC's own bind, which sets SO_REUSEPORT, this one fails if another job listens there.
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, 0), family=family) as probe:
-            address = host_port(host, probe.getsockname()[1])
-        part = file.with_name(f".{file.name}-{os.getpid()}")
-        part.write_text(address)
-        part.replace(file)  # atomic: no process reads half an address
-    except OSError as error:
-        raise ClusterError(
-            f"LaunchedClusterResolver: process 0 cannot listen on {host!r} ({HOST}), which must be an "
-            f"address of this machine, or cannot write that to {file}: {error}."
-        ) from error
-    return address
+        return self._variable(ADDRESS)
 
 
 class SageMakerClusterResolver(ClusterResolver):

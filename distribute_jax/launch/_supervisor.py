@@ -48,6 +48,7 @@ _FAILURE_GRACE_SECONDS = 1.0
 _MAX_SAME_ERROR_SECONDS = 10.0
 """How long, at most, to wait whether the others fail with the same error, so that a restart is useless."""
 _LOOPBACK = "127.0.0.1"
+_PORTS = range(10_000, 32_768)
 _DAY_SECONDS = 86400.0
 _REJOIN_POLL_SECONDS = 1.0
 _REPORT_SECONDS = 1.0
@@ -167,7 +168,7 @@ class Attempt:
     ) -> None:
         self._inbox, self._grace, self._progress = inbox, grace, progress
         self._rejoin_at, self._rejoins = time.monotonic() + rejoin, False
-        job = replace(job, processes=len(places))
+        job = replace(job, processes=len(places), address=free_address())
         self._specs = [
             job.process(i, progress.attempt, {_supervision.LOCAL_PROCESS_ID: str(place)})
             for i, place in enumerate(places)
@@ -271,6 +272,8 @@ class LocalJob:
     folder: Path
     """A temporary folder of this job."""
     name: str = field(default_factory=lambda: secrets.token_hex(8))
+    address: str = field(default_factory=lambda: free_address())
+    """Where process 0 listens."""
 
     def process(
         self, index: int, attempt: int, changes: Mapping[str, str] | None = None
@@ -293,12 +296,20 @@ class LocalJob:
             _supervision.LOCAL_PROCESS_ID: str(index),
             _supervision.JOB: self.name,
             _supervision.ATTEMPT: str(attempt),
-            _supervision.HOST: _LOOPBACK,
+            _supervision.ADDRESS: self.address,
             _supervision.JOB_FOLDER: str(self.folder),
             _supervision.STATUS: str(status),
         }
         environment |= {k: v for k, v in (changes or {}).items() if k != "XLA_FLAGS"}
         return ProcessSpec(index, self.command, environment, status)
+
+
+def free_address() -> str:
+    """Returns an address of this machine, with a port that systems give to no outgoing connection."""
+    while True:
+        port = secrets.choice(_PORTS)
+        with suppress(OSError), socket.create_server((_LOOPBACK, port)):  # if nobody listens there
+            return f"{_LOOPBACK}:{port}"
 
 
 def _simulated(devices: int, base: Mapping[str, str]) -> dict[str, str]:

@@ -291,7 +291,11 @@ def _connect(
 ) -> socket.socket:
     host, port = _split(address)
     reason = "nothing listens there"
+    is_launched = os.environ.get(PROCESS_ID) == str(local.process)
     while (left := deadline - time.monotonic()) > 0:
+        if is_launched and has_ended(0):
+            reason, seconds = "it has ended", round(seconds - left, 1)
+            break
         try:
             return socket.create_connection((host, port), timeout=min(left, _GREETING_SECONDS))
         except OSError as error:

@@ -11,9 +11,7 @@ AROUND = {
     "LaunchedClusterResolver": {
         "DISTRIBUTE_JAX_NUM_PROCESSES": "1",
         "DISTRIBUTE_JAX_PROCESS_ID": "0",
-        "DISTRIBUTE_JAX_HOST": "127.0.0.1",
-        "DISTRIBUTE_JAX_JOB_FOLDER": "/",
-        "DISTRIBUTE_JAX_ATTEMPT": "0",
+        "DISTRIBUTE_JAX_ADDRESS": "127.0.0.1:4242",
     },
     "TFConfigClusterResolver": {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'},
     "TorchrunClusterResolver": {

@@ -24,8 +24,9 @@ def test_every_process_gets_its_variables_and_an_output_prefix(launch, tmp_path,
     monkeypatch.setenv("TF_CONFIG", "{}")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_other=1")
     launched = launch(
-        "names = ['NUM_PROCESSES', 'PROCESS_ID', 'LOCAL_PROCESS_ID', 'HOST']\n"
-        "print(*(os.environ['DISTRIBUTE_JAX_' + name] for name in names), *sys.argv[1:])\n"
+        "names = ['NUM_PROCESSES', 'PROCESS_ID', 'LOCAL_PROCESS_ID', 'ADDRESS']\n"
+        "texts = [os.environ['DISTRIBUTE_JAX_' + name].partition(':')[0] for name in names]\n"
+        "print(*texts, *sys.argv[1:])\n"
         "print(os.environ['XLA_FLAGS'], os.environ['JAX_PLATFORMS'], 'TF_CONFIG' in os.environ)\n"
         "print(os.environ['JAX_COMPILATION_CACHE_DIR'], oct(os.stat(os.environ["
         "'DISTRIBUTE_JAX_JOB_FOLDER']).st_mode)[-3:])\n"

@@ -116,6 +116,9 @@ def test_a_process_that_has_ended_is_not_awaited(monkeypatch: pytest.MonkeyPatch
         address = f"127.0.0.1:{free_port()}"
         for error in together(chief(address, 3, limit), other(address, 1, 3, limit)):
             assert f" of 3 processes did not connect {how}: process " in str(error)
+    (tmp_path / "status-1-0.ended").touch()
+    (error,) = together(other(f"127.0.0.1:{free_port()}", 1, seconds=60.0))
+    assert "it has ended" in str(error)
 
 
 def test_nobody_at_the_address_of_process_0_is_reported_with_host_and_port():
