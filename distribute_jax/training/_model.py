@@ -164,7 +164,7 @@ class Model(Stateful):
             ValueError: an argument that is not one of these; a module built outside the scope.
             ContextError: a callback compiled the model that its ``fit`` trains.
         """
-        if self._trainer is not None and self._trainer.guard.is_running:
+        if self._trainer is not None and self._trainer.is_running:
             raise ContextError(
                 "compile was called while fit, evaluate or predict runs this model with another optimizer. "
                 "Compile between two calls of fit: the second continues with initial_epoch=."
@@ -293,7 +293,7 @@ class Model(Stateful):
             if not has_strategy():
                 log_default_strategy()
             fit.take_data()
-            with self.trainer.guard.enter("fit"):
+            with self.trainer.running("fit"):
                 return fit.run()
 
     def evaluate(
@@ -472,7 +472,7 @@ class Model(Stateful):
                 left.dataset if left else dataset_of(self.strategy, method, arrays or x, batch_size)
             )
             check_ends(method, data, steps)
-            with trainer.guard.enter(method):
+            with trainer.running(method):
                 params = {"steps": steps or data.cardinality, "verbose": verbose}
                 with CallbackList([callbacks, progress(verbose, method)], self, params) as hooks:
                     batches = left or Batches(data, keys)

@@ -43,6 +43,9 @@ class Trainer:
     """The names of the steps that it overrides."""
     batches: Batches | None = None
     """The batches of the running ``fit``."""
+    is_running: bool = False
+    _lock: Any = field(default_factory=threading.RLock)
+    """Forbids running one model in two threads."""
     _steps: dict[Any, Step] = field(default_factory=dict)
     _executions: dict[str, StepsPerExecution] = field(default_factory=dict)
     _outputs_checked: bool = False
@@ -54,9 +57,45 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.step_logs = {kind: StepLogs(self.strategy) for kind in ("train", "test")}
-        trackers = self.setup.tracker, self.setup.test_tracker
         self.clock = PreparationClock(self._wait_for_steps)
-        self.guard = ReentrancyGuard(self.strategy, trackers, list(self.step_logs.values()))
+
+    @contextmanager
+    def running(self, method: str) -> Iterator[None]:
+        """Marks a run for the block; after a nested run the loss and metrics of the outer one return."""
+        # Waiting could deadlock: the other run may be in a callback that waits for this thread.
+        if not self._lock.acquire(blocking=False):
+            raise ContextError(
+                f"{method} was called while another thread runs this model, whose weights and mode both "
+                "would change. Wait for the other call to end, or make a dj.Model for each thread."
+            )
+        try:
+            with explicit_transfers(), self._restored() if self.is_running else nullcontext():
+                outer, self.is_running = self.is_running, True
+                try:
+                    yield
+                finally:
+                    self.is_running = outer
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        self.strategy._sync_state()
+        tracked = self._tracked()
+        values = copy_arrays([v.get_raw_value() for v in tracked])
+        texts = [logs.text for logs in self.step_logs.values()]
+        try:
+            yield
+        finally:
+            for variable, value in zip(tracked, values, strict=True):
+                variable.set_raw_value(value)
+            for logs, text in zip(self.step_logs.values(), texts, strict=True):
+                logs.text = text
+
+    def _tracked(self) -> list[Any]:
+        """Returns the variables of loss and metrics, of training and evaluation."""
+        trackers = self.setup.tracker, self.setup.test_tracker
+        return [v for tracker in trackers for v in variables(tracker).values()]
 
     def step(self, kind: str, *, of_user: bool = True) -> Step:
         """Returns the step of a kind: ``"train"``, ``"test"``, ``"predict"`` or ``"replay"``.
@@ -119,8 +158,7 @@ class Trainer:
         return tracker
 
     def _wait(self) -> None:
-        trackers = self.setup.tracker, self.setup.test_tracker
-        jax.block_until_ready([v.get_raw_value() for t in trackers for v in variables(t).values()])
+        jax.block_until_ready([v.get_raw_value() for v in self._tracked()])
 
     def _wait_for_steps(self) -> None:
         with suppress(Exception):  # a step's error is raised where its results are read
@@ -365,51 +403,6 @@ class Outputs:
         if not self._parts:
             return None
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *self._parts)
-
-
-class ReentrancyGuard:
-    """Forbids running one model in two threads; a nested run leaves the outer run's numbers alone."""
-
-    def __init__(
-        self, strategy: Strategy, trackers: Sequence[Tracker], step_logs: Sequence[StepLogs]
-    ) -> None:
-        self._strategy = strategy
-        self._variables = [v for tracker in trackers for v in variables(tracker).values()]
-        self._step_logs = step_logs
-        self._lock = threading.RLock()
-        self.is_running = False
-
-    @contextmanager
-    def enter(self, method: str) -> Iterator[None]:
-        """Marks a run for the block; after a nested run the loss and metrics of the outer one return."""
-        # Waiting could deadlock: the other run may be in a callback that waits for this thread.
-        if not self._lock.acquire(blocking=False):
-            raise ContextError(
-                f"{method} was called while another thread runs this model, whose weights and mode both "
-                "would change. Wait for the other call to end, or make a dj.Model for each thread."
-            )
-        try:
-            with explicit_transfers(), self._restored() if self.is_running else nullcontext():
-                running, self.is_running = self.is_running, True
-                try:
-                    yield
-                finally:
-                    self.is_running = running
-        finally:
-            self._lock.release()
-
-    @contextmanager
-    def _restored(self) -> Iterator[None]:
-        self._strategy._sync_state()
-        values = copy_arrays([v.get_raw_value() for v in self._variables])
-        texts = [logs.text for logs in self._step_logs]
-        try:
-            yield
-        finally:
-            for variable, value in zip(self._variables, values, strict=True):
-                variable.set_raw_value(value)
-            for logs, text in zip(self._step_logs, texts, strict=True):
-                logs.text = text
 
 
 _MAX_STEPS = 32
