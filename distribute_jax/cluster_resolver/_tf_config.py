@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from distribute_jax._errors import ArgumentError, TFConfigError
@@ -76,11 +75,11 @@ class TFConfigClusterResolver(ClusterResolver):
     @classmethod
     def is_present(cls) -> bool:
         """True if TF_CONFIG describes a cluster; ``{}`` does not, and malformed text raises."""
-        return bool(_read().cluster)
+        return bool(_cluster(_read()))
 
     def cluster_spec(self) -> ClusterSpec:
         """Returns the cluster; an empty one where TF_CONFIG is unset or has no cluster."""
-        return _read().cluster
+        return _cluster(_read())
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
@@ -89,10 +88,11 @@ class TFConfigClusterResolver(ClusterResolver):
 
         A ``session_master`` in TF_CONFIG takes precedence.
         """
-        config = _read()
-        if config.session_master is not None:
-            return config.session_master
-        if sum(map(config.cluster.num_tasks, config.cluster.jobs)) <= 1:
+        session_master: str | None = _read().get("session_master")
+        if session_master is not None:
+            return session_master
+        spec = self.cluster_spec()
+        if sum(map(spec.num_tasks, spec.jobs)) <= 1:
             return ""
         return super().master(task_type, task_id, rpc_layer)
 
@@ -100,7 +100,7 @@ class TFConfigClusterResolver(ClusterResolver):
     def environment(self) -> str:
         """The environment passed to the constructor, or else that of TF_CONFIG."""
         fixed = self._fixed_environment
-        return _read().environment if fixed is None else fixed
+        return _read().get("environment") or "" if fixed is None else fixed
 
     def _accelerators(self, task_type: str | None, task_id: int | None) -> Mapping[str, int]:
         return super()._accelerators(
@@ -109,25 +109,18 @@ class TFConfigClusterResolver(ClusterResolver):
         )
 
     def _detected_task(self) -> tuple[str | None, int | None]:
-        return _read().task
+        task = _object(_read().get("task") or {}, "its 'task'")
+        index = task.get("index")
+        return task.get("type"), None if index is None else _index(index, "its task's 'index'")
 
     def _detected_rpc_layer(self) -> str | None:
-        return _read().rpc_layer
+        return _read().get("rpc_layer")
 
 
-@dataclass(frozen=True)
-class _TFConfig:
-    cluster: ClusterSpec
-    task: tuple[str | None, int | None]
-    rpc_layer: str | None
-    environment: str
-    session_master: str | None
-
-
-def _read() -> _TFConfig:
+def _read() -> Mapping[str, Any]:
     text = os.environ.get(TF_CONFIG, "").strip()
     try:
-        config = _object(json.loads(text or "{}"), "the whole")
+        return _object(json.loads(text or "{}"), "the whole")
     except (json.JSONDecodeError, RecursionError) as error:
         reason, at = getattr(error, "msg", "too many brackets"), getattr(error, "pos", 0)
         raise TFConfigError(
@@ -136,15 +129,6 @@ def _read() -> _TFConfig:
             text,
             at,
         ) from None
-    task = _object(config.get("task") or {}, "its 'task'")
-    index = None if task.get("index") is None else _index(task["index"], "its task's 'index'")
-    return _TFConfig(
-        cluster=_cluster(config.get("cluster") or {}),
-        task=(task.get("type"), index),
-        rpc_layer=config.get("rpc_layer"),
-        environment=config.get("environment") or "",
-        session_master=config.get("session_master"),
-    )
 
 
 def _object(value: Any, part: str) -> Mapping[str, Any]:
@@ -153,9 +137,9 @@ def _object(value: Any, part: str) -> Mapping[str, Any]:
     raise _malformed(part, value, "an object in braces")
 
 
-def _cluster(cluster: Any) -> ClusterSpec:
+def _cluster(config: Mapping[str, Any]) -> ClusterSpec:
     jobs: dict[str, Any] = {}
-    for job, tasks in _object(cluster, "its 'cluster'").items():
+    for job, tasks in _object(config.get("cluster") or {}, "its 'cluster'").items():
         if isinstance(tasks, dict):  # JSON has strings for keys
             part = f"an index in the job {job!r} of its cluster"
             jobs[job] = {_index(index, part): address for index, address in tasks.items()}
