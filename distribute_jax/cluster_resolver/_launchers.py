@@ -178,7 +178,6 @@ class LaunchedClusterResolver(RankClusterResolver):
 
     Args:
         rpc_layer: put in front of addresses.
-        timeout: has no effect: the launcher knows the address.
 
     Raises:
         ClusterError: at a call: a variable is missing or malformed; a ``RuntimeError``.
@@ -198,9 +197,6 @@ class LaunchedClusterResolver(RankClusterResolver):
     _rank_names = (PROCESS_ID, NUM_PROCESSES)
     _local_rank_name = LOCAL_PROCESS_ID
     _hint = "Start the program with distribute-jax launch."
-
-    def __init__(self, rpc_layer: str | None = None, timeout: float = 60.0) -> None:
-        super().__init__(rpc_layer)
 
     def _first_address(self) -> str:
         return self._variable(ADDRESS)
