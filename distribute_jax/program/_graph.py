@@ -170,7 +170,7 @@ class Walker:
     def _numpy(self, numbers: np.ndarray[Any, Any], name: str, place: CapturePath) -> Any:
         """A small array is guarded and traced through a copy; a large one is an input.
 
-        One of a class with other operators or attributes, as a masked array or a matrix, is not an input.
+        One of a class with other operators or attributes, as a masked array or a matrix, stays a constant.
         """
         is_large = numbers.nbytes > _MAX_CONSTANT_BYTES and is_numeric(numbers.dtype)
         if place.can_set and is_large and type(numbers) in (np.ndarray, np.memmap):

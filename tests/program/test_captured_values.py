@@ -752,7 +752,7 @@ class Scaled(np.ndarray):  # type: ignore[type-arg]
 def test_attributes_of_a_numpy_array_of_another_class_are_watched(
     s2: dj.MirroredStrategy, size: int
 ):
-    """Such an array is not an input, since a traced one has neither its attributes nor its operators."""
+    """Such an array stays a constant, since a traced one has neither its attributes nor its operators."""
     held = np.ones(size).view(Scaled)
     masked = np.ma.masked_array(np.ones(size), mask=[True] + (size - 1) * [False])
     for held.scale in (1.0, 2.0):

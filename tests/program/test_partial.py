@@ -225,7 +225,7 @@ def test_a_number_that_is_written_into_the_padding_is_a_leak(name: str, replicas
         strategy.run(FILLED[name], args=(partial,))
 
 
-def test_a_neutral_number_in_the_padding_is_no_leak(s4: dj.MirroredStrategy):
+def test_a_neutral_number_in_the_padding_does_not_leak(s4: dj.MirroredStrategy):
     numbers = -np.arange(1, 9, dtype=np.float32)
 
     def step(x: jax.Array) -> jax.Array:
