@@ -314,7 +314,8 @@ class _MeanWalk(NoticeWalk):
             is_rows = isclose(self._rows, number) and self._rows != self.axis_size
             is_mean = is_rows or any(isclose(total, number) for total in totals)
             if is_part:
-                return mark - words_of(mark, _Total)
+                parts = {_PartOfMean(self.at())} if self.axis_size > 1 else MIRRORED
+                return (mark - words_of(mark, _Total)) | parts
             return frozenset({ShareMean(self.at())}) if is_mean else mark
         if not isclose(number, self.axis_size):
             return mark

@@ -50,6 +50,7 @@ NONLINEAR: dict[str, Callable[[jax.Array], Any]] = {
     "a root": lambda x: all_reduce("mean", jnp.sqrt((x**2).mean())),
     "a perplexity": lambda x: all_reduce("sum", jnp.exp(x.mean())) / REPLICAS,
     "a perplexity of parts": lambda x: all_reduce("sum", jnp.exp(dj.compute_average_loss(x[:, 0]))),
+    "a perplexity of sums": lambda x: all_reduce("sum", jnp.exp(x[:, 0].sum() / len(X))),
     "a ratio": lambda x: all_reduce("mean", ratio(x)),
     "a variance": lambda x: all_reduce("mean", x.var(0)),
     "a standard deviation": lambda x: all_reduce("mean", x.std(ddof=1)),
