@@ -746,6 +746,27 @@ def test_a_change_hidden_by_large_weights_is_compared_in_float64(
     assert in_float64
 
 
+@pytest.mark.parametrize("wrong", ["", "place", "sign", "finite"])
+def test_infinities_are_compared_by_position(s4: dj.MirroredStrategy, wrong: str):
+    """And the finite numbers beside them among themselves."""
+    with s4.scope():
+        weights = nnx.Param(jnp.arange(8.0))
+    (batch,) = s4.distribute_dataset([X])
+
+    def step(x: jax.Array) -> None:
+        several = context().num_replicas_in_sync > 1
+        last = {"place": 1.0, "sign": -jnp.inf}.get(wrong, jnp.inf) if several else jnp.inf
+        change = context().all_reduce("sum" if wrong == "finite" else "mean", x.mean(0))
+        weights[...] = (weights[...] + change).at[7].set(last)
+
+    ways = {
+        "": nullcontext(),
+        "finite": pytest.raises(dj.NotEqualError, match=r"4\.000"),
+    }
+    with ways.get(wrong, pytest.raises(dj.NotEqualError, match="NaNs or infinities in other")):
+        s4.run(step, args=(batch,))
+
+
 @pytest.mark.parametrize("value", ["off", "auto", "first", "always"])
 def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch, value: str):
     monkeypatch.setenv("DISTRIBUTE_JAX_VERIFY", value)
