@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 51_835,
-    lines_of_tests: 51_614,
+    lines_of_tests: 51_635,
     files: 205,
     pieces: 0,
     private_words: 0,
