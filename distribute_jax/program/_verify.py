@@ -60,6 +60,7 @@ from distribute_jax.program._verify_outputs import (
     derived,
     every_output,
     keeps_statistics,
+    log_parts,
     next_values,
     scales_by_number,
 )
@@ -106,17 +107,10 @@ _EQUAL_SHARES = (
 _TOPIC = "the comparison with one device"
 _EXACT = 1e-9
 """More than the relative difference that sums in another order make in float64."""
-_MEAN = (
-    "%s returned %s, a mean over the examples of each replica. The results of the replicas are summed, so "
-    "it is reported %s times too large: return this replica's part, dj.compute_average_loss(values) of one "
-    "value for each example."
-)
-
-_NO_PART = (
-    "%s returned %s, which is reported as %.4g, the sum of what differs between replicas, and not as on one "
-    "device, %.4g: return this replica's part of a mean, dj.compute_average_loss(values) of one value for "
-    "each example, or a value that is equal on all replicas: a maximum is that of "
-    "dj.get_replica_context().all_gather(values), a count of examples its real_examples."
+_RESULT = (
+    "%s returns a value that is equal on all replicas, and another one on one device with the whole batch:\n"
+    "%s\nA mean over the batch is the sum over the replicas of dj.compute_average_loss(values); compute "
+    "another statistic from what all_reduce or all_gather returned."
 )
 
 _TOO_SMALL = (
@@ -145,7 +139,7 @@ def verify(call: Call, entry: BoundProgram, values: Sequence[Any], options: RunO
     lines, small = comparison.differences()
     if lines:
         raise _not_equal(entry, call, lines, _masks(entry))
-    comparison.log_means()
+    comparison.log_results()
     if small and options.verify not in entry.program.verified:
         _log.warning(_TOO_SMALL, entry.step, listed(small))
     return True
@@ -176,7 +170,7 @@ def _verify_auto(
         _log.debug("%s is not compared with one device: %r", entry.step, error)
         return True
     if not lines:
-        comparison.log_means()
+        comparison.log_results()
         return not chosen or comparison.has_changed()
     if call.arguments.counts is not None and entry.program.padding is None:
         # A padding leak would be the more precise error.
@@ -260,20 +254,39 @@ class _Comparison:
             if spacing_of(many[k])
         )
 
-    def log_means(self) -> None:
-        """Logs once each scalar result that is a mean, or another number, where the results are summed."""
+    def log_results(self) -> None:
+        """Logs once the combined results of a step that are other numbers on one device.
+
+        They may be meant so, and are no state. Those that another warning names are left out.
+        """
         _, _, _, many, one = self._native
-        for k, name in enumerate(self.entry.output_names() if results_are_parts.get() else []):
-            is_equal = not many[k].shape  # on all replicas, and reported as it is
-            is_summed = many[k].shape[:1] == (self._replicas,)
-            if k < self.entry.state_size or one[k].shape or not (is_equal or is_summed):
-                continue
-            each, alone = (np.asarray(on_host(value), np.float64) for value in (many[k], one[k]))
-            step, total = self.entry.step, each.sum()
-            if is_summed and alone and np.isclose(each.mean(), alone, 1e-3):
-                log_once(_MEAN, step, name, self._replicas, about=(step, name))
-            elif abs(total - alone) > 0.02 * abs(each).sum():  # more than the rounding of bfloat16
-                log_once(_NO_PART, step, name, total, alone, about=(step, name))
+        if results_are_parts.get():
+            log_parts(self.entry, many, one)
+            return
+        relative, unequal = max(0.01, 32 * self._spacing), Verdict.UNEQUAL
+        differing = self._compare(self._native, self._combined_results(), relative, only=unequal)
+        if differing:
+            # Rounding may decide a prediction, and so a share of an accuracy.
+            near = [self._nudged(self._native, times) for times in NUDGES[:2]]
+            differing = self._compare(self._native, differing, relative, near, unequal)
+        step, names = self.entry.step, self.entry.output_names()
+        lines = [
+            f"{names[k]}: {_shown(many[k])}, on one device {_shown(one[k])}" for k in differing
+        ]
+        if lines:
+            log_once(_RESULT, step, listed(lines), about=(step, *differing))
+
+    def _combined_results(self) -> list[int]:
+        """Returns the results that are equal on all replicas, and that no other warning names."""
+        program, first = self.entry.program, self.entry.state_size
+        facts = (notice.named[0] for notice in program.plan.notices)
+        noticed = {fact["name"] for fact in facts if isinstance(fact, dict)}
+        return [
+            k
+            for k, name in enumerate(program.results.names, first)
+            if program.plan.mirrored[k - first] and spacing_of(self._native.many[k])
+            if k not in self.chosen and name not in noticed
+        ]
 
     def differences(self) -> tuple[list[str], list[str]]:
         """Returns a line for each output that differs, and for each that changed too little to compare.
@@ -400,6 +413,11 @@ class _Comparison:
             text = f"changed by up to {many:.3g}, on one device by {one:.3g}, at values up to {size:.3g}"
             return verdict, text
         return verdict, _unequal_text(left, right, old, self._replicas)
+
+
+def _shown(value: Any) -> str:
+    numbers = on_host(value).ravel().squeeze()
+    return np.array2string(numbers, precision=4, threshold=4, edgeitems=1, separator=", ")
 
 
 def _on_each(job: Job, run: Callable[[], list[Any]]) -> list[Any]:

@@ -22,6 +22,7 @@ from distribute_jax.collectives._markers import mirrored_p
 from distribute_jax.program._aggregation import Combine, keeps_own_values
 from distribute_jax.program._binding import Binding, captured_numbers, swapped_by_one
 from distribute_jax.program._call import BoundProgram
+from distribute_jax.program._compare import on_host
 from distribute_jax.program._jaxprs import (
     equations,
     has_effects,
@@ -30,7 +31,7 @@ from distribute_jax.program._jaxprs import (
     needed_only,
 )
 from distribute_jax.program._lowerings import returned_arguments
-from distribute_jax.program._notices import may_be_compared
+from distribute_jax.program._notices import may_be_compared, results_are_parts
 from distribute_jax.program._program import Program
 from distribute_jax.program._skipped_steps import StepCounts
 from distribute_jax.program._trace import Call, Traced
@@ -255,3 +256,33 @@ def _written(entry: BoundProgram) -> list[nnx.Variable[Any]]:
     """Returns the variable of each output that is state."""
     traced, variables = entry.program.traced, entry.binding.variables
     return [variables[i] for i in traced.written for _ in traced.inputs_of(i)]
+
+
+_MEAN = (
+    "%s returned %s, a mean over the examples of each replica. The results of the replicas are summed, so "
+    "it is reported %s times too large: return this replica's part, dj.compute_average_loss(values) of one "
+    "value for each example."
+)
+
+_NO_PART = (
+    "%s returned %s, which is reported as %.4g, the sum of what differs between replicas, and not as on one "
+    "device, %.4g: return this replica's part of a mean, dj.compute_average_loss(values) of one value for "
+    "each example, or a value that is equal on all replicas: a maximum is that of "
+    "dj.get_replica_context().all_gather(values), a count of examples its real_examples."
+)
+
+
+def log_parts(entry: BoundProgram, many: Sequence[Any], one: Sequence[Any]) -> None:
+    """Logs once each scalar result that is a mean, or another number, where the results are summed."""
+    replicas = num_replicas(entry.program.mesh)
+    for k, name in enumerate(entry.output_names() if results_are_parts.get() else []):
+        is_equal = not many[k].shape  # on all replicas, and reported as it is
+        is_summed = many[k].shape[:1] == (replicas,)
+        if k < entry.state_size or one[k].shape or not (is_equal or is_summed):
+            continue
+        each, alone = (np.asarray(on_host(value), np.float64) for value in (many[k], one[k]))
+        step, total = entry.step, each.sum()
+        if is_summed and alone and np.isclose(each.mean(), alone, 1e-3):
+            log_once(_MEAN, step, name, replicas, about=(step, name))
+        elif abs(total - alone) > 0.02 * abs(each).sum():  # more than the rounding of bfloat16
+            log_once(_NO_PART, step, name, total, alone, about=(step, name))

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_835,
-    lines_of_tests: 51_635,
+    lines: 51_884,
+    lines_of_tests: 51_674,
     files: 205,
     pieces: 0,
     private_words: 0,

@@ -873,3 +873,42 @@ def test_fit_is_compared_without_the_padding_that_a_batch_norm_does_not_need(
     model.fit(x, x, batch_size=8, shuffle=False, verbose=0)
     plain(x[:8]), plain(x[8:])
     np.testing.assert_allclose(model.module.mean[...], plain.mean[...], rtol=1e-5)
+
+
+COMBINED: dict[str, tuple[Callable[[jax.Array, jax.Array], Any], str]] = {
+    "the sum of parts": (lambda loss, x: context().all_reduce("sum", loss), ""),
+    "a number of each replica": (lambda loss, x: x.std(), ""),
+    "the number of replicas": (lambda loss, x: context().num_replicas_in_sync, ""),
+    "the sum of parts, divided": (
+        lambda loss, x: context().all_reduce("sum", loss) / context().num_replicas_in_sync,
+        "result: 0.0409, on one device 0.1635",
+    ),
+    "the mean of covariances": (
+        lambda loss, x: {"cov": context().all_reduce("mean", jnp.cov(x.T))},
+        "result['cov']: [",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMBINED)
+def test_a_combined_result_that_is_another_number_on_one_device_is_logged(
+    s4: dj.MirroredStrategy, caplog: pytest.LogCaptureFixture, name: str
+):
+    """Both values are shown, once; what is not combined, and whole numbers, may be meant so."""
+    result, shown = COMBINED[name]
+    with s4.scope():
+        weight = nnx.Param(jnp.ones(8))
+
+    def step(x: jax.Array) -> Any:
+        loss, gradient = jax.value_and_grad(
+            lambda w: dj.compute_average_loss(jnp.square(x @ w / 8))
+        )(weight[...])
+        weight[...] -= context().all_reduce("sum", gradient)
+        return result(loss, x)
+
+    step.__qualname__ = name
+    (batch,) = s4.distribute_dataset([X])
+    for _ in range(2):
+        s4.run(step, args=(batch,), options=dj.RunOptions(verify="auto"))
+    texts = [r.getMessage() for r in caplog.records if "another one on one device" in r.message]
+    assert [shown in text for text in texts] == [True] * bool(shown)
