@@ -96,9 +96,13 @@ def _values_of_all(arguments: Arguments, binding: Binding) -> dict[str, np.ndarr
     """Returns the values that each replica gets, which must be equal on all processes, by name."""
     names = *arguments.names_of("data"), *(name for name, _, _ in binding.arrays)
     named = zip(names, (*arguments.data, *binding.captured_arrays()), strict=True)
-    given = (item for item in named if not isinstance(item[1], PerReplica))
-    values = {name: _on_host(value) for name, value in given if _is_readable_here(value)}
-    return {name: host for name, host in values.items() if host.nbytes <= _MAX_COMPARED_BYTES}
+    return {
+        name: _on_host(value)
+        for name, value in named
+        if not isinstance(value, PerReplica)
+        and getattr(value, "nbytes", 0) <= _MAX_COMPARED_BYTES
+        and _is_readable_here(value)
+    }
 
 
 def _text_of(program: Program) -> str:

@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_884,
+    lines: 51_888,
     lines_of_tests: 51_674,
     files: 205,
     pieces: 0,
