@@ -175,7 +175,8 @@ class RepeatedArguments:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], batches: int) -> None:
         leaves, treedef = jax.tree.flatten((args, kwargs))
         self._treedef: Any = treedef
-        self._array_types = {ARRAY, np.ndarray} if batches else {ARRAY}
+        # Those of random keys are other types than those of numbers.
+        self._array_types = {ARRAY, *map(type, leaves)} | ({np.ndarray} if batches else set())
         self._types: list[Any] = list(map(_type_of, leaves))
         self._avals = self._types
         self._settings = trace_settings()

@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_888,
-    lines_of_tests: 51_674,
+    lines: 51_889,
+    lines_of_tests: 51_673,
     files: 205,
     pieces: 0,
     private_words: 0,

@@ -262,7 +262,6 @@ def test_a_call_that_differs_from_the_last_ones_has_the_result_of_its_arguments(
         np.testing.assert_allclose(s2.run(step, args=args), step(*args), rtol=1e-6)
 
 
-@pytest.mark.exhaustive
 def test_a_full_batch_after_full_batches_is_not_classified_and_a_partial_one_is(s2: dj.Strategy):
     """The padding of the partial batch does not count."""
     batches = list(s2.distribute_dataset([np.ones(4, np.float32)] * 3 + [np.ones(3, np.float32)]))
