@@ -282,12 +282,12 @@ def test_an_interrupt_while_fit_resets_its_metrics_waits_until_all_are_reset(
 
     def reset_and_interrupt(metric: dj.metrics.Metric) -> None:
         if not reset:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGALRM)
         reset.append(metric)
 
     model.fit(x, x, verbose=0)
     monkeypatch.setattr(dj.metrics.Metric, "reset", reset_and_interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with alarms(interrupt), pytest.raises(KeyboardInterrupt):
         model.fit(x, x, verbose=0)
     assert len(reset) == 3
 
