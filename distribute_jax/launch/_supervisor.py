@@ -261,6 +261,14 @@ def _best_step(group: ProcessGroup) -> int | None:
     return max((step for step in steps if step is not None), default=None)
 
 
+def free_address() -> str:
+    """Returns an address of this machine, with a port that systems give to no outgoing connection."""
+    while True:
+        port = secrets.choice(_PORTS)
+        with suppress(OSError), socket.create_server((_LOOPBACK, port)):  # if nobody listens there
+            return f"{_LOOPBACK}:{port}"
+
+
 @dataclass(frozen=True)
 class LocalJob:
     """A job whose processes are all on this machine."""
@@ -272,7 +280,7 @@ class LocalJob:
     folder: Path
     """A temporary folder of this job."""
     name: str = field(default_factory=lambda: secrets.token_hex(8))
-    address: str = field(default_factory=lambda: free_address())
+    address: str = field(default_factory=free_address)
     """Where process 0 listens."""
 
     def process(
@@ -302,14 +310,6 @@ class LocalJob:
         }
         environment |= {k: v for k, v in (changes or {}).items() if k != "XLA_FLAGS"}
         return ProcessSpec(index, self.command, environment, status)
-
-
-def free_address() -> str:
-    """Returns an address of this machine, with a port that systems give to no outgoing connection."""
-    while True:
-        port = secrets.choice(_PORTS)
-        with suppress(OSError), socket.create_server((_LOOPBACK, port)):  # if nobody listens there
-            return f"{_LOOPBACK}:{port}"
 
 
 def _simulated(devices: int, base: Mapping[str, str]) -> dict[str, str]:

@@ -40,7 +40,6 @@ from distribute_jax.program._program import Program
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _MAX_COMPARED_BYTES = 1 << 20
-_VALUES = "values passed"
 
 
 def check_same_program(
@@ -60,13 +59,14 @@ def check_same_program(
     here["strategy"] = type(strategy).__name__
     answers = job.exchange("the next step to compile", json.dumps(here))
     facts: list[dict[str, str]] = [json.loads(answer) for answer in answers]
-    lines = [line for key in facts[0] for line in _differences(key, [one[key] for one in facts])]
-    if not lines:
+    differing = {key: _differences(key, [one[key] for one in facts]) for key in facts[0]}
+    if not any(differing.values()):
         return facts[0]["program"]
-    if any("program" in line for line in lines):
-        lines += _first_difference(job, text)
-    if any(_VALUES in line for line in lines):
-        lines = [line for line in lines if _VALUES not in line] + _different_values(job, values)
+    if differing["program"]:
+        differing["program"] += _first_difference(job, text)
+    if differing["values passed"]:
+        differing["values passed"] = _different_values(job, values)
+    lines = [line for of_key in differing.values() for line in of_key]
     raise ProcessesDifferError(
         "The processes are about to run different steps together:\n" + "\n".join(lines[:12]) + "\n"
         "Every process runs the same program on batches of the same shapes. Look for what depends on the "
@@ -86,7 +86,7 @@ def _facts(
         # It changes the bits of random keys, and not the traced program.
         "jax_threefry_partitionable": f"{config.jax_threefry_partitionable}",
         "shapes of the data": ", ".join(map(_kind, arguments.arrays)),
-        _VALUES: _digest(values)[:12],
+        "values passed": _digest(values)[:12],
         "XLA_FLAGS": " ".join(sorted(xla_flags(os.environ))),
         "program": hashlib.sha256(text.encode()).hexdigest()[:12],
     }

@@ -1,4 +1,4 @@
-"""The outputs that ``verify`` compares, those derived from others, and copies of them."""
+"""The outputs that ``verify`` compares, those derived from others, copies of them, and their warnings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from distribute_jax.program._jaxprs import (
     needed_only,
 )
 from distribute_jax.program._lowerings import returned_arguments
-from distribute_jax.program._notices import may_be_compared, results_are_parts
+from distribute_jax.program._notices import may_be_compared
 from distribute_jax.program._program import Program
 from distribute_jax.program._skipped_steps import StepCounts
 from distribute_jax.program._trace import Call, Traced
@@ -273,9 +273,9 @@ _NO_PART = (
 
 
 def log_parts(entry: BoundProgram, many: Sequence[Any], one: Sequence[Any]) -> None:
-    """Logs once each scalar result that is a mean, or another number, where the results are summed."""
+    """Logs once each scalar result, of which ``fit`` takes the sum, that is a mean or another number."""
     replicas = num_replicas(entry.program.mesh)
-    for k, name in enumerate(entry.output_names() if results_are_parts.get() else []):
+    for k, name in enumerate(entry.output_names()):
         is_equal = not many[k].shape  # on all replicas, and reported as it is
         is_summed = many[k].shape[:1] == (replicas,)
         if k < entry.state_size or one[k].shape or not (is_equal or is_summed):
