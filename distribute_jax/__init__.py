@@ -19,7 +19,7 @@ __getattr__ = lazy_exports(
     globals(),
     _names,
     core=(
-        *("_errors", "_values", "collectives", "data", "experimental", "processes", "program"),
+        *("_errors", "_values", "collectives", "data", "processes", "program"),
         *("strategies", "tpu", "tpu.experimental", "variables"),
     ),
 )

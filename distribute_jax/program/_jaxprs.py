@@ -87,7 +87,7 @@ _AXES = ("axes", "axis_name")
 
 
 class RenamedAxis:
-    """Renames an axis in every collective; a jaxpr that is shared stays shared."""
+    """Renames an axis in every collective; a body that is shared stays shared."""
 
     def __init__(self, old: str, new: str) -> None:
         self._old, self._new = old, new
@@ -95,17 +95,24 @@ class RenamedAxis:
 
     def closed(self, closed: Any) -> Any:
         """Returns a closed jaxpr with the new name."""
-        return closed.replace(jaxpr=self._jaxpr(closed.jaxpr))
+        return self._once(closed, lambda: closed.replace(jaxpr=self._jaxpr(closed.jaxpr)))
 
     def _jaxpr(self, jaxpr: Any) -> Any:
-        if id(jaxpr) not in self._known:
+        def renamed() -> Any:
             eqns = [kept for eqn in jaxpr.eqns if (kept := self.equation(eqn)) is not None]
-            new = jaxpr.replace(eqns=eqns, effects=self.effects(jaxpr))
-            self._known[id(jaxpr)] = jaxpr, new  # the reference keeps the id from being reused
-        return self._known[id(jaxpr)][1]
+            return jaxpr.replace(eqns=eqns, effects=self.effects(jaxpr))
+
+        return self._once(jaxpr, renamed)
+
+    def _once(self, body: Any, rename: Callable[[], Any]) -> Any:
+        if id(body) not in self._known:
+            self._known[id(body)] = body, rename()  # the reference keeps the id from being reused
+        return self._known[id(body)][1]
 
     def equation(self, eqn: Any) -> Any:
         """Returns an equation with the new name, in its bodies too; None removes it."""
+        if not (eqn.effects or names_axis(eqn, self._old) or any(bodies(eqn.params.values()))):
+            return eqn
         params = {
             key: jax.tree.map(self._axis if key in _AXES else self._inner, value)
             for key, value in eqn.params.items()
@@ -128,8 +135,11 @@ class RenamedAxis:
 
 def names_axis(eqn: Any, axis: str) -> bool:
     """True if the parameters of the equation itself name the axis."""
-    named = [eqn.params.get(key) for key in _AXES]
-    return any(axis == n or (isinstance(n, tuple | frozenset) and axis in n) for n in named)
+    for key in _AXES:
+        named = eqn.params.get(key, ())
+        if named == axis or (isinstance(named, (tuple, frozenset)) and axis in named):
+            return True
+    return False
 
 
 def without_axis(body: Any) -> Any:

@@ -129,6 +129,8 @@ class _MeanWalk(NoticeWalk):
         return frozenset({Constant(float(value))}) if is_number else MIRRORED
 
     def apply(self, eqn: Any, marks: Marks) -> Marks:
+        if self.is_unmarked(eqn, marks):
+            return [MIRRORED] * len(eqn.outvars)
         if eqn.primitive in (part_gradient_p, unreduced_p):
             return marks
         if eqn.primitive is part_of_mean_p and self.axis_size > 1:
@@ -152,11 +154,11 @@ class _MeanWalk(NoticeWalk):
 
     def _plain(self, eqn: Any, marks: Marks) -> Marks:
         """Returns the marks after an operation without a body, or a collective."""
-        if is_sum(eqn):
-            return [_over_replicas(mark) for mark in marks]
         name, mark = eqn.primitive.name, union(marks)
         if name == "real_rows":  # replicas have different numbers of them
             return [_ROWS]
+        if is_sum(eqn):
+            return [_over_replicas(mark) for mark in marks]
         if name == "integer_pow" and eqn.params["y"] == 1:  # in moments of optax
             name = "copy"
         if not mark or names_axis(eqn, DATA):

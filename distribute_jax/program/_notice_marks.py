@@ -19,6 +19,7 @@ from distribute_jax.collectives._markers import part_gradient_p, part_of_mean_p
 from distribute_jax.program._jaxprs import (
     equations,
     frames,
+    is_literal,
     is_of_pmean,
     line,
     names_axis,
@@ -38,6 +39,7 @@ from distribute_jax.program._walk import LINEAR, Marks
 _CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 SHAPES = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
 _OF_NUMBERS = SHAPES | {"div", "mul"}
+_MAKE_MARKS = frozenset({"part_of_mean", "real_rows"})
 OVER_ROWS = frozenset({"argmax", "argmin", "reduce_max", "reduce_min", "reduce_prod"})
 
 
@@ -117,6 +119,13 @@ class NoticeWalk(ReplicationWalk):
     def apply(self, eqn: Any, marks: Marks) -> Marks:
         return marks if eqn.primitive is part_of_mean_p else super().apply(eqn, marks)
 
+    def is_unmarked(self, eqn: Any, marks: Marks) -> bool:
+        """True for an operation on values without a mark, but for literals: most of an optimizer."""
+        if eqn.primitive.name in RULES or eqn.primitive.name in _MAKE_MARKS:
+            return False
+        operands = [m for v, m in zip(eqn.invars, marks, strict=True) if not is_literal(v)]
+        return bool(operands) and not any(operands)
+
     def at(self) -> str:
         """Returns the user's line, which is that of a call if JAX itself traced the function."""
         known = (user_line(eqn) for eqn in reversed(self.enclosing))
@@ -151,6 +160,8 @@ class _PartWalk(NoticeWalk):
 
     def apply(self, eqn: Any, marks: Marks) -> Marks:
         name = eqn.primitive.name
+        if self.is_unmarked(eqn, marks):
+            return [MIRRORED] * len(eqn.outvars)
         if eqn.primitive in (part_of_mean_p, part_gradient_p):
             return [self._made(eqn, marks)]
         if is_sum(eqn):
@@ -183,8 +194,8 @@ class _PartWalk(NoticeWalk):
     def _after_sum(self, name: str, eqn: Any, marks: Marks) -> Mark:
         """Returns the mark of what is computed from a sum of parts; ``all_reduce("mean")`` divides it."""
         factor, mark = factor_of(name, eqn, marks), union(marks)
-        is_mean = any(_COLLECTIVES in frame for frame in frames(eqn)) or is_of_pmean(eqn)
-        if is_mean and name == "div" and factor == 1 / self.axis_size < 1:
+        is_division = name == "div" and factor == 1 / self.axis_size < 1
+        if is_division and (any(_COLLECTIVES in f for f in frames(eqn)) or is_of_pmean(eqn)):
             gradients = map(MeanOfGradients, words_of(marks[0], _SummedGradient))
             return frozenset(gradients) or frozenset(
                 map(MeanOfParts, words_of(marks[0], _SummedPart))

@@ -305,6 +305,8 @@ def _lost_updates(traced: Traced, marks: Sequence[Mark]) -> Iterator[Notice]:
     jaxpr, first = traced.jaxpr.jaxpr, traced.sizes[0]
     inputs = list(zip(jaxpr.invars, traced.input_names, marks, strict=False))
     names = {var: name for var, name, mark in inputs[first:] if not mark}
+    if not names:
+        return
     combined: set[Any] = set()
     for eqn in jaxpr.eqns:
         if names_axis(eqn, DATA) or not combined.isdisjoint(variables(eqn.invars)):

@@ -20,6 +20,7 @@ from distribute_jax._errors import (
     StepFailedError,
     log_once,
 )
+from distribute_jax._jax_private import read_raw
 from distribute_jax._mesh import DATA, cores_per_replica, replicas_per_device
 from distribute_jax._messages import error_text, listed
 from distribute_jax.processes import describe_processes
@@ -191,11 +192,11 @@ def build(
     if has_token:
         step = with_token(step)
     compiled = compile_(step)
-    inputs = [call.binding.variables[i].get_raw_value() for i in (*traced.written, *read_only)]
-    nests = [*map(jax.tree.structure, inputs), *traced.written_trees]
+    inputs = read_raw([call.binding.variables[i] for i in (*traced.written, *read_only)])
+    leaf = jax.tree.structure(0)
     return Program(
         traced, decided, compiled, order, donated_state, read_only, read_arrays,
-        simple=all(nest.num_leaves == nest.num_nodes == 1 for nest in nests),
+        simple=jax.tree_util.all_leaves(inputs) and all(tree == leaf for tree in traced.written_trees),
         mesh=call.mesh, step=step, compile=compile_,
         parameter_device=replicas.parameter_device, has_token=has_token,
     )  # fmt: skip
