@@ -191,7 +191,8 @@ class State:
     def save(self) -> None:
         """Takes a snapshot of the servers, if they can be lost."""
         if self.saved_version is not None:
-            self._save(self.changing(), self._log.version)
+            version = self._log.version  # updates may be applied while the servers answer
+            self._save(self.changing(), version)
 
     def _save(self, values: Mapping[Key, Any], version: int) -> None:
         if self.saved_version is not None:
