@@ -63,6 +63,8 @@ class _Shares:
     count: int
     writes: bool
     done: dict[int, Attempt] = field(default_factory=dict)
+    was_applied: bool = False
+    """True once it is an update, also if the servers return to a snapshot from before."""
 
 
 class Log:
@@ -128,6 +130,7 @@ class Log:
         oldest = next(iter(self._runs), self.attempts + 1)
         update = Update(self.version if shares.writes else None, closure, runs, oldest)
         if shares.writes:
+            shares.was_applied = True
             self._updates.append((update, shares))
             self.version += 1
         return update
@@ -140,8 +143,9 @@ class Log:
                 self._waiting.appendleft((run.closure, run.share))
 
     def cancel(self, closure: Any = None) -> list[Any]:
-        """Removes a closure, or all that have not begun; returns those that were removed."""
+        """Removes a closure, or all that have never begun; returns those that were removed."""
         begun = {run.closure for run in self._runs.values()}
+        begun.update(c for c, shares in self.open.items() if shares.was_applied)
         cancelled = [c for c in self.open if c not in begun] if closure is None else [closure]
         for one in cancelled:
             del self.open[one]

@@ -235,6 +235,20 @@ def test_cancelled_closures_do_not_run() -> None:
     assert not log.open
 
 
+def test_what_was_applied_is_not_cancelled_while_it_runs_again() -> None:
+    """A later closure fails after the servers have gone back: the earlier ones are updates all the same."""
+    log = Log(4)
+    for closure in range(3):
+        log.add(closure)
+    for _ in range(2):
+        running = log.admit(0)
+        assert running is not None
+        log.finish(running)
+    log.go_back(0)
+    assert log.cancel() == [2]
+    assert list(log.open) == [0, 1]
+
+
 def test_an_update_waits_for_earlier_ones_and_is_applied_once() -> None:
     """A commit that overtakes another is applied after it; sent again, it changes nothing."""
     server = server_with()
