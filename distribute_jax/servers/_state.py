@@ -123,24 +123,25 @@ class State:
         """Moves what only workers used; refuses a step that needs what others change on other servers."""
         halves, placement = bound.halves, {}
         changing = self._changing | {keys[k] for half in halves.servers for k in half.writes}
-        conflicts = []
+        conflicts, moved = [], []
         for k in sorted({k for half in halves.servers for k in (*half.reads, *half.writes)}):
-            key = keys[k]
-            placement[key] = halves.placement[k]
-            if key in changing & self._used and self._placement[key] != placement[key]:
-                conflicts.append(halves.names[k])
+            key, new = keys[k], halves.placement[k]
+            placement[key] = new
+            if self._placement.get(key, new) != new:
+                moved.append(key)
+                if key in changing & self._used:
+                    conflicts.append(halves.names[k])
         if conflicts:
             raise UnsupportedError(_OTHER_SERVERS.format(step=bound.step, lines=listed(conflicts)))
+        values = self.pull([key for key in moved if key in self.seen])
         self._changing = changing
         self._used |= placement.keys()
         self._reads.clear()
-        for key, new in placement.items():
-            if (old := self._placement.get(key, new)) != new and key in self.seen:
-                value = self.pull([key])[key]
-                for server in old.keys() - new:
-                    self._stores[server].forget([key])
-                self._assign(key, value, new)
-            self._placement[key] = new
+        for key, value in values.items():
+            for server in self._placement[key].keys() - placement[key]:
+                self._stores[server].forget([key])
+            self._assign(key, value, placement[key])
+        self._placement |= placement
 
     def written(self, leaves: Iterable[tuple[Key, Any]]) -> dict[Key, Any]:
         """Returns those leaves of variables that the servers do not have."""

@@ -365,11 +365,10 @@ def written_to(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any, Any, Cal
     return strategy, coordinator, total, summed, step
 
 
-def test_a_closure_is_scheduled_while_a_server_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the user writes waits for the server, which cannot be reached, and is not an error."""
-    strategy, coordinator, total, summed, step = written_to(monkeypatch)
-    (store,) = strategy._coordinator.stores
-    pull, errors = store.pull, [WireError("it is gone")]
+def lost_once(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> list[WireError]:
+    """Lets the first server fail when it is asked for state next; the list is empty after that."""
+    store, errors = strategy._coordinator.stores[0], [WireError("it is gone")]
+    pull = store.pull
 
     def pull_once_more(keys: Any) -> Any:
         if errors:
@@ -377,6 +376,31 @@ def test_a_closure_is_scheduled_while_a_server_is_replaced(monkeypatch: pytest.M
         return pull(keys)
 
     monkeypatch.setattr(store, "pull", pull_once_more)
+    return errors
+
+
+def test_state_is_moved_while_a_server_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What workers only read goes to the server that updates it, when this can be reached again."""
+    strategy, coordinator = of_servers(servers=2)
+    with strategy.scope():
+        kind = dj.VariableAggregation.SUM
+        first, second = dj.Variable(1.0, aggregation=kind), dj.Variable(2.0, aggregation=kind)
+    assert coordinator.schedule(lambda: 1 * second[...]).fetch() == 2.0
+    errors = lost_once(strategy, monkeypatch)
+
+    def step() -> None:
+        first.assign_add(1.0)
+        second.assign_add(1.0)
+
+    coordinator.schedule(step)
+    coordinator.join(SECONDS)
+    assert (float(first[...]), float(second[...]), errors) == (2.0, 3.0, [])
+
+
+def test_a_closure_is_scheduled_while_a_server_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user writes waits for the server, which cannot be reached, and is not an error."""
+    strategy, coordinator, total, summed, step = written_to(monkeypatch)
+    errors = lost_once(strategy, monkeypatch)
     total.assign(10.0)
     coordinator.schedule(step, args=(1.0,))
     coordinator.join(SECONDS)
