@@ -255,7 +255,7 @@ class State:
         self._used &= live
         for store in self._stores:
             store.forget([*self._placement.keys() - live], names)
-        for by_key in (self._placement, self.seen):
+        for by_key in (self._placement, self.seen, self._saved):
             for key in by_key.keys() - live:
                 del by_key[key]
 

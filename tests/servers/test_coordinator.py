@@ -786,8 +786,12 @@ def test_a_norm_over_variables_on_different_servers_is_refused() -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_model_is_trained_after_another_model_of_the_step_was_deleted() -> None:
+def test_a_model_is_trained_after_another_model_of_the_step_was_deleted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The weight is written at join, and nothing of the deleted module is kept, nor the step's program."""
+    going_back = functools.partial(queue.Coordinator, snapshot_every=60.0)
+    monkeypatch.setattr(_parameter_server, "Coordinator", going_back)
     strategy, coordinator = of_servers()
     with strategy.scope():
         model = Scalar()
@@ -808,6 +812,7 @@ def test_a_model_is_trained_after_another_model_of_the_step_was_deleted() -> Non
         assert float(model.w[...]) == epoch
     coordinates = strategy._coordinator
     assert not coordinates.state._keys
+    assert not coordinates.state._saved
     assert not [store for store in coordinates.stores if store._programs]
     assert len(strategy._runner._halves._bound) == 1
 
