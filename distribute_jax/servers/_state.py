@@ -151,18 +151,18 @@ class State:
         """Returns True if some of these arrays are on the servers already."""
         return not self.seen.keys().isdisjoint(values)
 
-    @interrupts_held_back()
     def send(self, values: dict[Key, Any]) -> None:
         """Sets arrays on the servers; if these have some already, while no update is under way."""
         if self.knows(values):  # runs before must not be repeated with what comes after them
             self.save()
-        if self.saved_version is not None:
-            self._save(values, self.saved_version)
-        if self.recorder is not None:
-            self.recorder.note_write(self._log.version, values)
-        for key, value in values.items():
-            self._assign(key, jax.device_put(value, self._device), self._placement[key])
-            self.seen[key] = value
+        with interrupts_held_back():
+            if self.saved_version is not None:
+                self._save(values, self.saved_version)
+            if self.recorder is not None:
+                self.recorder.note_write(self._log.version, values)
+            for key, value in values.items():
+                self._assign(key, jax.device_put(value, self._device), self._placement[key])
+                self.seen[key] = value
 
     def _assign(self, key: Key, value: Any, placement: Mapping[int, Rows | None]) -> None:
         for server, rows in placement.items():
@@ -209,27 +209,30 @@ class State:
             arrays = [of.of(x) if of else x for of, x in zip(rows, saved, strict=True)]
             store.restore(epoch, self.saved_version or 0, keys, arrays=arrays)
 
-    @interrupts_held_back()
     def write_back(self, only: Collection[int] | None = None) -> None:
         """Updates variables, by default all; what the user wrote is sent if no closure is under way."""
         known, version, at_rest = self.variables, self._log.version, not self._log.open
         chosen = {i: v for i, v in known.items() if only is None or i in only}
         raws = {i: jax.tree.flatten(read_raw([v])[0]) for i, v in chosen.items()}
-        values = {self._keys[i, n]: x for i, (raw, _) in raws.items() for n, x in enumerate(raw)}
+        leaves = {(i, n): x for i, (raw, _) in raws.items() for n, x in enumerate(raw)}
+        # A value that the user has written may have another number of leaves.
+        values = {key: leaves[place] for place, key in self._keys.items() if place in leaves}
         written = self.written(values.items())
         if at_rest and self.seen:  # else nothing was scheduled, and servers may not have started
             self.send(written)
             written = {}
         new = self.pull(self._changing & (values.keys() - written.keys()))
-        for i, (raw, tree) in raws.items():
-            leaves = [new.get(self._keys[i, n], x) for n, x in enumerate(raw)]
-            if any(map(operator.is_not, leaves, raw)):
-                write_raw([known[i]], [jax.tree.unflatten(tree, leaves)])
-        self.seen.update(new)
-        if only is None and not written:
-            self._save(new, version)
-        if at_rest and only is None:  # else closures may run again
-            self._forget_dead()
+        leaves |= {place: new[key] for place, key in self._keys.items() if key in new}
+        with interrupts_held_back():
+            for i, (raw, tree) in raws.items():
+                now = [leaves[i, n] for n in range(len(raw))]
+                if any(map(operator.is_not, now, raw)):
+                    write_raw([known[i]], [jax.tree.unflatten(tree, now)])
+            self.seen.update(new)
+            if only is None and not written:
+                self._save(new, version)
+            if at_rest and only is None:  # else closures may run again
+                self._forget_dead()
 
     def pull(self, keys: Collection[Key]) -> dict[Key, Any]:
         parts: dict[Key, list[Any]] = {key: [] for key in keys}

@@ -526,6 +526,27 @@ def test_an_interrupt_at_any_instruction_loses_no_closure(monkeypatch: pytest.Mo
     assert at > 30
 
 
+def test_an_interrupt_ends_the_wait_for_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a join whose servers do not answer; the next join updates the variables."""
+    strategy, coordinator = of_servers()
+    model, step = scalar_step(strategy)
+    coordinator.schedule(step, args=(1.0,)).fetch()
+    (store,) = strategy._coordinator.stores
+    before = signal.signal(signal.SIGALRM, raises(KeyboardInterrupt()))
+    try:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(store, "pull", lambda _: Future())
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            started = time.monotonic()
+            coordinator.join(10.0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - started < 5
+    assert float(model.w[...]) == 0
+    coordinator.join(SECONDS)
+    assert float(model.w[...]) == 0.5
+
+
 def test_an_element_is_read_once_although_servers_go_back_meanwhile() -> None:
     """The first worker still reads it when another one has the closure too."""
     reads, release = threading.Event(), threading.Event()
@@ -940,6 +961,22 @@ def test_a_variable_of_another_shape_is_traced_again() -> None:
     assert coordinator.fetch([before, coordinator.schedule(mean, args=(value,))]) == [2.5, 1.5]
     coordinator.join(SECONDS)
     assert table.shape == (2,)
+
+
+def test_a_value_with_more_arrays_is_kept() -> None:
+    """A variable has a tuple of one array on the servers, and the user writes one of two."""
+    strategy, coordinator = of_servers()
+    with strategy.scope():
+        pair = nnx.Variable((jnp.ones(3),))
+
+    def step(x: jax.Array) -> Any:
+        return sum(part.sum() for part in pair.get_raw_value()) * x
+
+    assert coordinator.schedule(step, args=(1.0,)).fetch() == 3
+    pair.set_raw_value((jnp.ones(2), jnp.ones(5)))
+    coordinator.join(SECONDS)
+    assert [part.shape for part in pair.get_raw_value()] == [(2,), (5,)]
+    assert coordinator.schedule(step, args=(2.0,)).fetch() == 14
 
 
 @pytest.mark.parametrize("staleness", [-1, 1.5, True, "4", np.zeros(2)])
