@@ -19,7 +19,7 @@ from distribute_jax.processes import ClusterOptions
 
 __all__ = ["DeviceAssignment", "Topology", "initialize_tpu_system"]
 
-Ints = np.ndarray[Any, np.dtype[np.int32]]
+Ints = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 
 class Topology:
@@ -239,7 +239,7 @@ class DeviceAssignment:
         shape = _checked_shape(topology, "computation_shape", computation_shape)
         stride = _checked_shape(topology, "computation_stride", computation_stride)
         blocks = list(_blocks(topology, shape, stride))
-        if type(num_replicas) is not int or not 1 <= num_replicas <= len(blocks):
+        if isinstance(num_replicas, bool) or not 1 <= num_replicas <= len(blocks):
             raise ArgumentError(
                 f"{len(blocks)} replicas of computation_shape={shape.tolist()} and "
                 f"computation_stride={stride.tolist()} fit in {topology!r}; got {num_replicas=!r}."
@@ -297,11 +297,13 @@ def _checked_shape(topology: Topology, name: str, value: Any) -> Ints:
         shape = np.asarray([1] * topology.mesh_rank if value is None else value)
     if shape.shape != (topology.mesh_rank,) or shape.dtype.kind not in "iu" or (shape < 1).any():
         refuse(name, wanted, value)
-    return shape.astype(np.int32)
+    return shape.astype(np.int64)
 
 
 def _blocks(topology: Topology, shape: Ints, stride: Ints) -> Iterator[Ints]:
     """Yields the cores of each block without missing devices, process by process."""
+    if (np.maximum(shape, stride) > topology.mesh_shape).any():
+        return  # its cores may be too many to enumerate
     footprint = shape * stride
     inside = np.asarray(list(np.ndindex(*shape)), np.int32) * stride
     # With a stride, blocks interleave: each starts at a core that the block before skipped.

@@ -67,7 +67,7 @@ def test_missing_devices_are_in_no_replica():
 )
 def test_blocks_hold_neighbouring_cores_and_are_numbered_process_by_process(shape, count):
     topology = Topology(hosts(2, 2, "TPU v3", cores=2))
-    assignment = DeviceAssignment.build(topology, shape, num_replicas=count)
+    assignment = DeviceAssignment.build(topology, shape, num_replicas=np.int64(count))
     cores = assignment.core_assignment
     assert cores.shape == (count, 32 // count, 4)
     assert len({tuple(core) for core in cores.reshape(-1, 4).tolist()}) == 32
@@ -105,7 +105,16 @@ WRONG = {
         lambda: DeviceAssignment.build(TOPOLOGY, [1, 1, 1, 2]),
         "0 replicas of computation_shape=[1, 1, 1, 2]",
     ),
+    "huge": (
+        lambda: DeviceAssignment.build(TOPOLOGY, [10**6, 10**6, 1, 1]),
+        "0 replicas of computation_shape=[1000000, 1000000, 1, 1]",
+    ),
+    "beyond int32": (
+        lambda: DeviceAssignment.build(TOPOLOGY, [1, 1, 1, 2**32], [1, 1, 1, 2**32]),
+        "0 replicas of computation_shape=[1, 1, 1, 4294967296]",
+    ),
     "many": (lambda: DeviceAssignment.build(TOPOLOGY, num_replicas=5), "4 replicas"),
+    "bool": (lambda: DeviceAssignment.build(TOPOLOGY, num_replicas=True), "num_replicas=True"),
     "none": (lambda: DeviceAssignment.build(TOPOLOGY, num_replicas=0), "num_replicas=0"),
     "rank": (lambda: DeviceAssignment(TOPOLOGY, [[0, 0, 0, 0]]), "got (1, 4)"),
     "twice": (lambda: DeviceAssignment(TOPOLOGY, [[[0] * 4], [[0] * 4]]), "more than once"),
