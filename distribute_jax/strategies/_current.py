@@ -9,12 +9,10 @@ import jax
 
 from distribute_jax import _frames
 from distribute_jax._errors import ContextError
+from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax._mesh import replica_mesh
 from distribute_jax.program import ReplicaContext
 from distribute_jax.strategies._base import Strategy
-from distribute_jax.strategies._scope import Scope
-
-_permanent_scopes: list[Scope] = []
 
 
 def get_strategy() -> Strategy:
@@ -98,18 +96,17 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental_set_strategy
     """
     top = _frames.entered()
-    is_permanent = bool(_permanent_scopes) and _permanent_scopes[-1].is_current()
-    if top is not None and not is_permanent:
+    if top is not None and top is not _frames.stack.permanent:
         raise ContextError(
             "experimental_set_strategy was called inside a strategy scope. Must not be called inside "
             "a `with strategy.scope():` block or a function given to run: leave it first."
         )
-    if is_permanent:
-        _permanent_scopes.pop().__exit__(None, None, None)
+    if top is not None:
+        with interrupts_held_back():
+            _frames.pop(top)
     if strategy is not None:
-        scope = strategy.scope()
-        scope.__enter__()
-        _permanent_scopes.append(scope)
+        strategy.scope().__enter__()
+        _frames.stack.permanent = _frames.entered()
 
 
 class DefaultStrategy(Strategy):

@@ -66,6 +66,26 @@ def test_set_strategy_lasts_until_none(s2: dj.MirroredStrategy, s4: dj.MirroredS
     assert len(jnp.zeros(3).sharding.device_set) == 1
 
 
+def test_set_strategy_is_for_one_thread(s2: dj.MirroredStrategy, s4: dj.MirroredStrategy):
+    """Another thread has none, and one that it sets changes nothing here."""
+    seen: list[bool] = []
+
+    def other() -> None:
+        seen.append(dj.has_strategy())
+        dj.experimental_set_strategy(s4)
+
+    dj.experimental_set_strategy(s2)
+    try:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert seen == [False]
+        assert dj.get_strategy() is s2
+    finally:
+        dj.experimental_set_strategy(None)
+    assert not dj.has_strategy()
+
+
 def test_set_strategy_inside_a_scope_or_run_raises(s2: dj.MirroredStrategy):
     with s2.scope(), pytest.raises(RuntimeError, match=r"Must not be called inside"):
         dj.experimental_set_strategy(s2)
