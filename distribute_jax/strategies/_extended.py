@@ -15,7 +15,7 @@ from distribute_jax import _context
 from distribute_jax._checks import check_methods, converting
 from distribute_jax._errors import ArgumentError, PerReplicaError, warn_user
 from distribute_jax._jax_private import at_top_level
-from distribute_jax._mesh import cores_per_replica, mirrored_sharding, put
+from distribute_jax._mesh import cores_per_replica, local_replicas, mirrored_sharding, put
 from distribute_jax._messages import PyTree
 from distribute_jax._values import DistributedValues, mark_mirrored
 from distribute_jax.collectives import CommunicationOptions, ReduceOp
@@ -188,11 +188,10 @@ class StrategyExtended:
             result = fn(var, *args, **(kwargs or {}))
         if group:
             return result
-        replicas = int(self._strategy.num_replicas_in_sync)
         if not at_top_level():
-            return (result,) * replicas
+            return (result,) * int(self._strategy.num_replicas_in_sync)
         local = tuple(self._strategy.experimental_local_results(result))
-        return local if len(local) > 1 else local * replicas
+        return local if len(local) > 1 else local * len(local_replicas(self._strategy.mesh))
 
     def value_container(self, value: Any) -> Any:
         """Returns a variable or a distributed value as it is.

@@ -80,6 +80,9 @@ def compute():
     outcome["gathered inside"] = np.asarray(
         s.run(lambda x: dj.get_replica_context().all_gather(x[None], axis=0), args=(made,))
     ).tolist()
+    with s.scope():
+        variable = dj.Variable(1.0)
+    outcome["updated"] = s.extended.update(variable, lambda v: "done", group=False)
     s.barrier("half way", timeout=30)
     return outcome
 
@@ -206,6 +209,7 @@ def test_values_reductions_and_gathers_are_those_of_all_processes(two_by_two):
         assert (outcome["sum"], outcome["mean"]) == (26.0, 6.5)
         assert outcome["gathered"] == [0.0, -0.0, 1.0, -1.0, 12.0, -12.0, 13.0, -13.0]
         assert outcome["gathered inside"] == [0.0, 1.0, 12.0, 13.0]
+        assert list(outcome["updated"]) == ["done", "done"]
 
 
 def test_first_values_that_differ_become_those_of_process_0():
