@@ -68,10 +68,8 @@ Parts = Callable[[str, Any], list[Rows]]
 
 
 class ServerPart(NamedTuple):
-    """The state and the update of one server; state is named by its number."""
+    """The update of one server; state is named by its number."""
 
-    state: tuple[int, ...]
-    """The leaves that it stores."""
     writes: tuple[int, ...]
     """The leaves that it updates."""
     reads: tuple[int, ...]
@@ -237,7 +235,7 @@ class Update:
         stored[0].update(set(range(len(names))).difference(*stored))
         self._store_copies(0, stored, owners)
         by_worker = self._equations_of_worker(stored, results)
-        of_servers = [self._part(s, sorted(of), by_worker) for s, of in enumerate(stored)]
+        of_servers = [self._part(s, of, by_worker) for s, of in enumerate(stored)]
         finish = self.slice(results, self.after_sums)
         addends = self._needs(results, finish)
         sent = [*(v for part in of_servers for v, _ in part.takes), *addends]
@@ -394,7 +392,7 @@ class Update:
         always = self.first.union(map(self._id, slices[-1]))
         return {i for i, number in counts.items() if number > 1 or i in always}
 
-    def _part(self, server: int, stored: Sequence[int], by_worker: set[int]) -> ServerPart:
+    def _part(self, server: int, stored: set[int], by_worker: set[int]) -> ServerPart:
         outputs = {k: v for k, v in self.state.outputs.items() if k in stored}
         atoms = outputs.values()
         eqns = self.slice(atoms, lambda eqn: self._of_state(eqn) and id(eqn) not in by_worker)
@@ -404,7 +402,7 @@ class Update:
         others = [v for v in needed if v not in self._number and v not in self.jaxpr.constvars]
         takes = [(v, None if v in needs.whole else needs.rows.get(v)) for v in others]
         reads = sorted(self._numbers(needed))
-        return ServerPart(tuple(stored), tuple(outputs), tuple(reads), tuple(takes), needs)
+        return ServerPart(tuple(outputs), tuple(reads), tuple(takes), needs)
 
 
 def _uses(eqns: Iterable[Any]) -> list[tuple[Any, Any]]:

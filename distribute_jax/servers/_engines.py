@@ -379,7 +379,7 @@ class _Worker:
             if program.name not in self._loaded:
                 plain = [program.name, program.worker.takes, halves.results_at]
                 plain += [] if halves.lookups is None else [halves.lookups[1:]]
-                child.send(Message("load", plain, _exported(halves)))
+                child.send(Message("load", plain, halves.exported))
                 has_work = True
                 self._loaded[program.name] = weakref.ref(program)
             arrays = [
@@ -398,18 +398,6 @@ class _Worker:
             raise StepFailedError(f"{program.bound.step} failed on a worker: {answer.plain[0]}")
         types = [halves.worker.returns[i] for i in halves.results_at]
         return [from_numbers(x, like) for x, like in zip(answer.arrays, types, strict=True)]
-
-
-_exports: weakref.WeakKeyDictionary[Halves, list[Any]] = weakref.WeakKeyDictionary()
-
-
-def _exported(halves: Halves) -> list[Any]:
-    """Returns the bytes of the worker's half, and of what computes the indices of its lookups."""
-    if halves not in _exports:
-        parts = [halves.worker, *([halves.lookups.compute] if halves.lookups else [])]
-        data = [export_program(part, [jax.default_backend()]) for part in parts]
-        _exports[halves] = [np.frombuffer(of_part, np.uint8) for of_part in data]
-    return _exports[halves]
 
 
 def _x64() -> bool:
@@ -489,7 +477,7 @@ class Processes(Engine):
                 "jax_enable_x64 has changed since the workers started. Set it before the first function is "
                 "scheduled, or make a new strategy."
             )
-        _exported(halves)
+        _ = halves.exported  # or why it cannot be
 
     def _close(self) -> None:
         self._ended.set()

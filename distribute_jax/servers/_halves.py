@@ -12,7 +12,7 @@ flattened). One step is::
     for server in halves.servers:
         new = server.apply([state[k] for k in server.reads], [handed[i] for i in server.takes])
         state.update(zip(server.writes, new))
-    result = halves.result(handed, binding)
+    result = bound.result(halves.finish([[handed[i] for i in halves.results_at]]))
 
 ``apply`` of every server reads state from before the step. Leaves that several servers store whole, by
 ``halves.placement``, are small or never change, and are equal on all of them.
@@ -55,10 +55,15 @@ from distribute_jax.program._options import RunOptions
 from distribute_jax.program._plan import Plan, input_marks, plan
 from distribute_jax.program._program import input_order
 from distribute_jax.program._replica_scan import of_replica_id
-from distribute_jax.program._results import Results, rebuild
+from distribute_jax.program._results import Results
 from distribute_jax.program._sharded_update import traced as traced_body
 from distribute_jax.program._trace import Call, Traced, trace
-from distribute_jax.servers._device_program import DeviceProgram, build_device_program, whole
+from distribute_jax.servers._device_program import (
+    DeviceProgram,
+    build_device_program,
+    export_program,
+    whole,
+)
 from distribute_jax.servers._divide import Division, Placement, ServerPart, State, Update
 from distribute_jax.servers._rows import (
     ZERO,
@@ -101,10 +106,8 @@ Build = Callable[..., DeviceProgram]
 
 @dataclass(frozen=True, eq=False)
 class ServerHalf:
-    """The state and the update of one server."""
+    """The update of one server."""
 
-    state: tuple[int, ...]
-    """The leaves that it stores."""
     writes: tuple[int, ...]
     """The leaves that ``apply`` returns, in order."""
     reads: tuple[int, ...]
@@ -157,15 +160,18 @@ class Halves:
     plan: Plan
     """What was proved of the step."""
 
+    @functools.cached_property
+    def exported(self) -> list[Any]:
+        """The bytes of the worker's half, and of what computes the indices of its lookups."""
+        parts = [self.worker, *([self.lookups.compute] if self.lookups else [])]
+        data = [export_program(part, [jax.default_backend()]) for part in parts]
+        return [np.frombuffer(of_part, np.uint8) for of_part in data]
+
     def data(self, binding: Binding, arguments: Arguments) -> list[Any]:
         """Returns the worker's inputs beside state: captured arrays, then arguments."""
         captured = binding.captured_arrays() if self.arrays else []
         counts = [] if arguments.counts is None else [np.asarray(arguments.counts, np.int32)]
         return [*(captured[i] for i in self.arrays), *arguments.data, *counts]
-
-    def result(self, handed: Sequence[Any], binding: Binding) -> Any:
-        """Returns the result of the step from the outputs of its only worker."""
-        return rebuild(self.results, self.finish([[handed[i] for i in self.results_at]]), binding)
 
 
 def of_replica(data: Sequence[Any], replica: int, replicas: int) -> list[Any]:
@@ -351,7 +357,7 @@ def _server_half(
         touched,
     )
     taken = tuple(at[v, lookups.gradients.get(v, of)] for v, of in part.takes)
-    return ServerHalf(part.state, part.writes, part.reads, taken, apply)
+    return ServerHalf(part.writes, part.reads, taken, apply)
 
 
 def _only_looked_up(

@@ -23,6 +23,7 @@ from distribute_jax.program._binding import (
 from distribute_jax.program._cache import Request
 from distribute_jax.program._capture import captures, unwrap_jit
 from distribute_jax.program._options import RunOptions, checked_run_options
+from distribute_jax.program._results import rebuild
 from distribute_jax.program._skipped_steps import StepCounts
 from distribute_jax.program._trace import Call
 from distribute_jax.program._trace_errors import explain_compile_errors, step_name
@@ -52,6 +53,10 @@ class BoundHalves:
         written = map(self.binding.variables.__getitem__, self.halves.written)
         self.skip_counts = [v for v in written if isinstance(v, StepCounts)]
         self.leaves = jax.tree.leaves(read_raw(self.binding.variables))
+
+    def result(self, arrays: list[Any]) -> Any:
+        """Returns what the step returned, with these arrays."""
+        return rebuild(self.halves.results, arrays, self.binding)
 
     def fits_function(self, fn: Callable[..., Any]) -> bool:
         """True if a function that takes no arguments captures what this step was traced with."""

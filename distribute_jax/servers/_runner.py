@@ -25,7 +25,6 @@ from distribute_jax.program._compare import copied
 from distribute_jax.program._options import UNVERIFIED, checked_run_options
 from distribute_jax.program._padding_check import run_checked_for_leaks
 from distribute_jax.program._result_rows import Unknown
-from distribute_jax.program._results import rebuild
 from distribute_jax.program._skipped_steps import StepCounts, check_counts
 from distribute_jax.program._trace_errors import step_name
 from distribute_jax.servers._coordinator import Coordinator
@@ -129,7 +128,7 @@ class ServersRunner(Runner):
             return array[: real[0]] if real else array
 
         remote = [RemoteValue(functools.partial(value, k)) for k in range(len(mirrored))]
-        return rebuild(bound.halves.results, remote, bound.binding)
+        return bound.result(remote)
 
     def _traced(
         self, fn: Callable[..., Any], arguments: list[Any], tree: Any

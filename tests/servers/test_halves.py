@@ -40,7 +40,10 @@ class Servers:
         """Stores the state of a new step on the servers."""
         halves = bound.halves
         leaves = jax.tree.leaves([v.get_raw_value() for v in bound.binding.variables])
-        self.stored = [{k: leaves[k] for k in server.state} for server in halves.servers]
+        placed = list(enumerate(halves.placement))
+        self.stored = [
+            {k: leaves[k] for k, at in placed if s in at} for s in range(len(halves.servers))
+        ]
         if self.travels:
             servers = tuple(replace(s, apply=sent(s.apply)) for s in halves.servers)
             halves = replace(halves, worker=sent(halves.worker), servers=servers)
@@ -61,7 +64,7 @@ class Servers:
         flow = iter(leaves)
         for variable in bound.binding.variables:
             variable.set_raw_value(jax.tree.map(lambda _: next(flow), variable.get_raw_value()))
-        return halves.result(handed, bound.binding)
+        return bound.result(halves.finish([[handed[i] for i in halves.results_at]]))
 
 
 def sent(part: Any) -> Callable[..., list[Any]]:
