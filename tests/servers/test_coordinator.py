@@ -434,45 +434,6 @@ def raises(error: BaseException) -> Callable[..., Any]:
     return function
 
 
-def test_a_snapshot_has_the_version_of_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if another update is applied while the servers answer: it is run again when they go back."""
-    going_back = functools.partial(queue.Coordinator, snapshot_every=1e-9)
-    monkeypatch.setattr(_parameter_server, "Coordinator", going_back)
-    strategy, coordinator = of_servers(workers=2, staleness=1)
-    (store,), asked, limit = strategy._coordinator.stores, threading.Event(), time.monotonic() + SECONDS
-    pull, run = store.pull, _engines.run
-    with strategy.scope():
-        total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
-
-    def run_second_after_the_question(program: Any, order: Any, *others: Any) -> Any:
-        assert order.run == 1 or asked.wait(SECONDS)
-        return run(program, order, *others)
-
-    def answer_after_the_second(keys: Any) -> Any:
-        values, answer = pull(keys), Future[Any]()
-
-        def wait() -> None:
-            while coordinator.stats.version < 2 and time.monotonic() < limit:
-                time.sleep(0.001)
-            answer.set_result(values)
-
-        threading.Thread(target=wait, daemon=True).start()
-        asked.set()
-        return answer
-
-    monkeypatch.setattr(_engines, "run", run_second_after_the_question)
-    monkeypatch.setattr(store, "pull", answer_after_the_second)
-    for _ in range(2):
-        coordinator.schedule(lambda: total.assign_add(1.0))
-    while not strategy._coordinator.state.saved_version:
-        assert time.monotonic() < limit
-        time.sleep(0.001)
-    strategy._coordinator.lose_server(0, "")
-    strategy._coordinator.go_back()
-    coordinator.join(SECONDS)
-    assert (float(total[...]), coordinator.stats.version) == (2.0, 2)
-
-
 class Signaller:
     """Sends an interrupt at the n-th place where Python may handle one, in what schedules and joins."""
 

@@ -7,8 +7,10 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
 import pytest
 
+from distribute_jax.servers._state import State
 from distribute_jax.servers._updates import Attempt, Log, Store
 
 
@@ -220,6 +222,19 @@ def test_the_log_keeps_no_more_than_it_can_go_back_to() -> None:
         log.forget(closure)
     assert log.version == 3
     assert [update.closure for update in log.go_back(2)] == [2]
+
+
+def test_a_snapshot_has_the_version_of_its_values() -> None:
+    """An update that is applied while the servers answer is not in it."""
+    log = Log(0)
+
+    def wait_for(answers: Any) -> Any:
+        log.version += 1
+        return answers
+
+    state = State([Store()], jax.devices()[0], log, wait_for, can_be_lost=True)
+    state.save()
+    assert state.saved_version == 0
 
 
 def test_cancelled_closures_do_not_run() -> None:
