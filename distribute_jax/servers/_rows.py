@@ -77,7 +77,11 @@ class RowIds:
         return (self.number, *whole[1:])
 
     def of(self, array: Any) -> Any:
-        """Returns these rows."""
+        """Returns these rows of an array that has all rows."""
+        return self.of_part(self.whole.of(array) if self.whole else array)
+
+    def of_part(self, array: Any) -> Any:
+        """Returns these rows of an array that has those of the server."""
         return array.at[self._ids].get(mode="fill", fill_value=0)
 
     def put(self, array: Any, values: Any) -> Any:
@@ -198,7 +202,8 @@ class Computed:
             value = rows.put(jnp.zeros((rows.rows.stop, *value.shape[1:]), value.dtype), value)
             rows = rows.whole
         elif isinstance(wanted, RowIds) and wanted is not rows:
-            value, rows = wanted.of(value), wanted
+            value = wanted.of_part(value) if rows else wanted.of(value)
+            rows = wanted
         (self._whole if rows is None else self._rows)[v] = value
 
     def run(self) -> None:
@@ -227,10 +232,8 @@ class Computed:
             others = [ids.local(eqn, self.of(indices)), *map(self.of, updates)]
             return eqn.primitive.bind(self.needed(table), *others, **params)
         rows: Any = self._needs.rows[eqn.outvars[0]]
-        operands = [
-            self.needed(v) if of else self.of(v)
-            for v, of in zip(eqn.invars, _operands(eqn, rows) or (), strict=True)
-        ]
+        needed = zip(eqn.invars, _operands(eqn, rows) or (), strict=True)
+        operands = [self.of(v, of) for v, of in needed]
         for key in {"shape", "new_sizes"} & params.keys():
             params[key] = rows.shape(params[key])
         if "sharding" in params:
@@ -240,7 +243,7 @@ class Computed:
 
     def needed(self, v: Any) -> Any:
         """Returns the rows of a value that are needed."""
-        return self._rows[v] if v in self._rows else self._needs.rows[v].of(self.of(v))
+        return self.of(v, self._needs.rows[v])
 
     def of(self, v: Any, rows: Rows | RowIds | None = None) -> Any:
         """Returns a value, or these rows of it."""

@@ -123,6 +123,37 @@ def test_divided_variables_have_the_bits_of_one_device(
         assert [(rows, 8) in shapes for rows, shapes in zip((5, 4, 4), stored, strict=True)]
 
 
+def test_a_value_of_all_rows_is_used_by_variables_that_are_divided_otherwise() -> None:
+    """Two variables have other numbers of parts, and of the parts of a third a batch looks up rows."""
+
+    def trained(strategy: dj.Strategy, run: Callable[..., Any]) -> list[np.ndarray]:
+        with strategy.scope():
+            shapes = ((20, 4), (20, 8), (5000, 8), (5000, 8))
+            thin, wide, table, counts = state = [nnx.Param(jnp.ones(shape)) for shape in shapes]
+
+        def step(ids: jax.Array) -> None:
+            grads = jax.grad(lambda table: (table[ids] ** 2).sum())(table[...])
+            x, grads = dj.get_replica_context().all_reduce("sum", (ids[:20] * 1.0, grads))
+            thin[...] -= jnp.broadcast_to(x[:, None], thin.shape)
+            wide[...] += jnp.broadcast_to(x[:, None], wide.shape)
+            numbers = jnp.broadcast_to(jnp.arange(5000.0)[:, None], table.shape)
+            table[...] -= grads * counts[...] * numbers
+            counts[...] += grads
+
+        for seed in range(2):
+            run(step, args=(np.random.default_rng(seed).integers(0, 5000, 64),))
+        if isinstance(strategy, dj.ParameterServerStrategy):
+            dj.coordinator.ClusterCoordinator(strategy).join(SECONDS)
+        return leaves(state)
+
+    one = dj.OneDeviceStrategy("cpu:0")
+    strategy = of_servers(3, lambda shape, **_: [2 if shape == (20, 4) else 3, 1])
+    coordinator = dj.coordinator.ClusterCoordinator(strategy)
+    assert_same_bits(trained(one, one.run), trained(strategy, coordinator.schedule))
+    lengths = [sorted(len(x) for x in s.state.values()) for s in strategy._coordinator.stores]
+    assert all(1666 <= of_server[-1] <= 1667 for of_server in lengths)
+
+
 def test_a_divided_variable_is_read_and_written_as_numpy_does() -> None:
     """Rows in the order that was asked for, new dims, steps, masks; writes of all kinds reach the servers."""
     strategy, expected = of_servers(4), np.arange(20.0, dtype=np.float32).reshape(10, 2)
