@@ -133,6 +133,7 @@ class Coordinator:
         with self._lock:
             self._raise_error()
             program: Program = self.load(bound)
+            bound.fits()  # reads the variables again, which another thread may have updated by a join
             if written := self.state.written(zip(program.keys, bound.leaves, strict=True)):
                 self._with_servers(lambda: self._send(written), at_rest=self.state.knows(written))
             most = most or _MAX_CLOSURES

@@ -136,12 +136,12 @@ class ServersRunner(Runner):
         """Returns the halves of a function, what reads a worker's data, and how many rows are real."""
         kinds = [type(x) if isinstance(x, _OF_WORKERS) else None for x in arguments]
         plain = [x for x, kind in zip(arguments, kinds, strict=True) if kind is None]
-        last = None
+        last, known = None, self._last  # which another thread may replace
         if not plain and isinstance(fn, FunctionType):
             settings = self._coordinator.workers, trace_settings(), checked_run_options(None)
             last = weakref.ref(fn), (tree, *arguments, *settings)
-            if last == self._last[:2] and self._last[2].fits_function(fn):
-                return *self._last[2:], None
+            if last == known[:2] and known[2].fits_function(fn):
+                return *known[2:], None
         key = getattr(fn, "__code__", type(fn))
         counts = self._element_counts.get(key, [])
         counts = [*counts, *[0] * len(arguments)][: len(arguments)]

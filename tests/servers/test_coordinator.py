@@ -33,6 +33,7 @@ from distribute_jax.coordinator import (
     experimental_get_current_worker_index,
 )
 from distribute_jax.servers import _coordinator as queue, _engines, _runner
+from distribute_jax.servers._halves_cache import BoundHalves
 from distribute_jax.servers._wire import WireError
 from distribute_jax.strategies import _parameter_server
 
@@ -493,13 +494,13 @@ def test_an_interrupt_ends_the_wait_for_servers(monkeypatch: pytest.MonkeyPatch)
     model, step = scalar_step(strategy)
     coordinator.schedule(step, args=(1.0,)).fetch()
     (store,) = strategy._coordinator.stores
-    before = signal.signal(signal.SIGALRM, raises(KeyboardInterrupt()))
+    before, started = signal.signal(signal.SIGALRM, raises(KeyboardInterrupt())), time.monotonic()
     try:
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patched:
             patched.setattr(store, "pull", lambda _: Future())
             signal.setitimer(signal.ITIMER_REAL, 0.1)
-            started = time.monotonic()
-            coordinator.join(10.0)
+            with pytest.raises(KeyboardInterrupt):
+                coordinator.join(10.0)
     finally:
         signal.signal(signal.SIGALRM, before)
     assert time.monotonic() - started < 5
@@ -878,6 +879,38 @@ def test_rescheduling_a_function_skips_the_lookup_but_sees_changes(
     weight = dj.Variable(7.0, aggregation=dj.VariableAggregation.SUM)
     values.append(coordinator.schedule(step))
     assert coordinator.fetch(values) == [2, 2, 2, 10, 15, 20, 30, 42]
+
+
+def test_a_join_of_another_thread_while_a_function_is_scheduled_reverts_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It updates the variables after the function was looked up with those of before."""
+    strategy, coordinator = of_servers()
+    model, step = scalar_step(strategy)
+    coordinator.schedule(step, args=(1.0,))
+    monkeypatch.setattr(strategy._engine, "check", lambda _: coordinator.join(SECONDS))
+    coordinator.schedule(step, args=(1.0,))
+    coordinator.join(SECONDS)
+    assert float(model.w[...]) == 0.75
+
+
+def test_a_function_of_another_thread_does_not_replace_one_that_is_scheduled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It comes while the function is recognised as the last one."""
+    strategy, coordinator = of_servers()
+    runner, fits = strategy._runner, BoundHalves.fits_function
+    one, two = lambda: jnp.ones(()), lambda: 2 * jnp.ones(())
+    coordinator.schedule(two)
+    last = runner._last
+    coordinator.schedule(one)
+
+    def replaced(bound: BoundHalves, fn: Any) -> bool:
+        runner._last = last
+        return fits(bound, fn)
+
+    monkeypatch.setattr(BoundHalves, "fits_function", replaced)
+    assert coordinator.schedule(one).fetch() == 1
 
 
 def test_wrong_arguments_are_named() -> None:
