@@ -9,10 +9,8 @@ from contextlib import ExitStack
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
 from distribute_jax._absent import getattr_with_hints
-from distribute_jax._checks import brief, check_choice, importing, refusing, takes
+from distribute_jax._checks import brief, check_choice, importing, is_real, refusing, takes
 from distribute_jax._errors import ArgumentError, ArgumentTypeError, log_once
 from distribute_jax._messages import not_a_name
 
@@ -135,10 +133,9 @@ class CallbackList:
         self.model = model
         self.params = {"batches": 0, **params}
         self._callbacks = list(_flatten(callbacks))
+        self._releases = ExitStack()
         for callback in self._callbacks:
             _check_hooks(callback)
-            callback.set_model(model)
-            callback.set_params(self.params)
 
     def call(self, hook: str, *args: Any) -> None:
         """Calls one hook of every callback; hooks that have no logs yet get an empty dict, as in Keras."""
@@ -168,12 +165,16 @@ class CallbackList:
                 getattr(callback, hook)(batch, None if callback.reads_late else read_logs())
 
     def __enter__(self) -> Self:
+        with ExitStack() as releases:  # also of those before one that raises
+            for callback in self._callbacks:
+                callback.set_model(self.model)
+                releases.callback(callback._release)
+                callback.set_params(self.params)
+            self._releases = releases.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with ExitStack() as stack:  # releases all of them, even if one raises
-            for callback in reversed(self._callbacks):
-                stack.callback(callback._release)
+        self._releases.close()  # all of them, even if one raises
 
 
 def _flatten(callbacks: Any) -> Iterator[Callback]:
@@ -295,7 +296,7 @@ class History(Callback):
         return f"<History of {len(self.epoch)} epochs; last {', '.join(last) or 'nothing'}>"
 
     def _scalars(self) -> dict[str, list[Any]]:
-        return {name: values for name, values in self.history.items() if not np.ndim(values[0])}
+        return {name: values for name, values in self.history.items() if is_real(values[0])}
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws every number over the epochs, training and validation together.
