@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from distribute_jax._checks import check_choice
+from distribute_jax._checks import check_choice, is_real
 from distribute_jax.processes import is_chief
 from distribute_jax.training._tracker import Snapshot
 from distribute_jax.training.callbacks._callback import Callback
@@ -244,7 +242,7 @@ class NotebookBar:
 
 
 def format_scalars(logs: dict[str, Any] | None) -> list[str]:
-    scalars = ((name, float(v)) for name, v in (logs or {}).items() if not np.ndim(v))
+    scalars = ((name, float(v)) for name, v in (logs or {}).items() if is_real(v))
     return [f"{n}: {v:.4e}" if 0 < abs(v) < 1e-3 else f"{n}: {v:.4f}" for n, v in scalars]
 
 

@@ -78,7 +78,7 @@ class ModelCheckpoint(Monitor):
             return
         try:
             path = self.filepath.format(epoch=epoch + 1, **logs)
-        except (KeyError, IndexError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ArgumentError(
                 f"ModelCheckpoint(filepath={self.filepath!r}) cannot be filled in: {error}. Between braces "
                 f"it may have, with a format for numbers: {', '.join(['epoch', *logs])}."
@@ -254,11 +254,11 @@ class SaveSchedule:
 
     def __init__(self, save_freq: str | int | None) -> None:
         self.each_epoch = save_freq == "epoch"
+        self._every: int | None = None
         if isinstance(save_freq, str):
             check_choice("save_freq, if not a number of batches,", save_freq, ("epoch",))
         elif save_freq is not None:
-            check_int("save_freq", save_freq)
-        self._every = save_freq if isinstance(save_freq, int) else None
+            self._every = check_int("save_freq", save_freq)
         self.start()
 
     def start(self, done: int = 0) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from distribute_jax import summary
-from distribute_jax._checks import check_choice, check_int, importing, refuse
+from distribute_jax._checks import check_choice, check_int, importing, is_real, refuse
 from distribute_jax._errors import ArgumentError, warn_user
 from distribute_jax._mesh import on_host
 from distribute_jax.processes import is_chief
@@ -57,7 +57,7 @@ class CSVLogger(_Logger):
     Args:
         filename: the file.
         separator: what separates two values.
-        append: whether to continue an existing file, as after an interruption.
+        append: whether to continue an existing file, with its columns, as after an interruption.
 
     Source: https://keras.io/api/callbacks/csv_logger/
     """
@@ -78,10 +78,11 @@ class CSVLogger(_Logger):
             return
         path = Path(self.filename)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._has_header = self.append and path.exists() and path.stat().st_size > 0
-        self._keys = None
-        # A full disk may have cut the last line.
-        is_cut = self._has_header and not path.read_bytes().endswith(b"\n")
+        self._keys, is_cut = None, False
+        if self.append and path.exists() and (content := path.read_bytes()):
+            with path.open(newline="", encoding="utf-8") as file:
+                self._keys = next(csv.reader(file, delimiter=self.sep))[1:]
+            is_cut = not content.endswith(b"\n")  # by a full disk
         self._file = path.open("a" if self.append else "w", newline="", encoding="utf-8")
         self._file.write("\r\n" * is_cut)
 
@@ -96,8 +97,7 @@ class CSVLogger(_Logger):
             self._keys = sorted(logs)
             if not any(key.startswith("val_") for key in self._keys):
                 self._keys += [f"val_{key}" for key in self._keys]
-            if not self._has_header:
-                writer.writerow(["epoch", *self._keys])
+            writer.writerow(["epoch", *self._keys])
         writer.writerow([epoch, *(_text(logs.get(key, "NA")) for key in self._keys)])
         file.flush()
 
@@ -167,7 +167,7 @@ class _BatchLogger(_Logger):
             self._write("train", named, step)
 
     def _write(self, run: str, numbers: dict[str, Any], step: int) -> None:
-        scalars = {name: float(value) for name, value in numbers.items() if not np.ndim(value)}
+        scalars = {name: float(value) for name, value in numbers.items() if is_real(value)}
         if scalars and not self._has_failed:
             with self._writing():
                 self._write_scalars(run, scalars, step)
@@ -265,13 +265,12 @@ class TensorBoard(_BatchLogger):
         self._write("train", train, epoch)
         validation = {f"epoch_{k[4:]}": v for k, v in logs.items() if k.startswith("val_")}
         self._write("validation", validation, epoch)
-        if self._has_failed:
-            return
-        with self._writing():
-            if self.histogram_freq and epoch % self.histogram_freq == 0:
-                self._write_weights(epoch)
-            for writer in self._writers.values():
-                writer.flush()
+        if self.histogram_freq and epoch % self.histogram_freq == 0:
+            self._write_weights(epoch)
+        if not self._has_failed:
+            with self._writing():
+                for writer in self._writers.values():
+                    writer.flush()
 
     def _release(self) -> None:
         super()._release()
@@ -286,9 +285,12 @@ class TensorBoard(_BatchLogger):
                 summary.scalar(name, value)
 
     def _write_weights(self, epoch: int) -> None:
-        with self._writer("train").as_default(epoch):
-            for name, variable in weight_variables(self.model.module):
-                summary.histogram(f"{name.replace('.', '/')}/histogram", on_host(variable[...]))
+        for name, variable in weight_variables(self.model.module):
+            array = on_host(variable[...])  # a collective: also where writing has failed
+            if not self._has_failed:
+                with self._writing(), self._writer("train").as_default(epoch):
+                    tag = f"{name.replace('.', '/')}/histogram"
+                    summary.histogram(tag, array[np.isfinite(array)])
 
     def _writer(self, run: str) -> summary.SummaryWriter:
         if run not in self._writers:

@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import distribute_jax as dj
+from distribute_jax.training.callbacks import _loggers
 
 sys.path.append(str(Path(__file__).parents[2] / "summary"))
 from event_reader import read, scalars
@@ -38,6 +40,32 @@ def test_a_csv_file_is_continued_or_overwritten(example: Any, tmp_path: Path):
     assert (before[-1], after[:2]) == ("1;6.1", "2;")
     example.fit(dj.callbacks.CSVLogger(file))
     assert [line.split(",")[0] for line in file.read_text().splitlines()] == ["epoch", "0"]
+
+
+def test_a_csv_file_is_continued_with_its_columns(example: Any, tmp_path: Path):
+    """Also if the first epoch has a validation, and that of the file had none."""
+    file = tmp_path / "log.csv"
+    callbacks = [dj.callbacks.LearningRateScheduler(lambda epoch: 0.01)]
+    callbacks.append(dj.callbacks.CSVLogger(file, append=True))
+    example.fit(*callbacks)
+    validation = {"validation_data": (example.x, example.y), "initial_epoch": 1, "epochs": 2}
+    example.fit(*callbacks, **validation)
+    header, *_, row = (line.split(",") for line in file.read_text().splitlines())
+    assert header == [
+        "epoch",
+        *(f"{v}{n}" for v in ("", "val_") for n in ("learning_rate", "loss")),
+    ]
+    assert [row[0], *map(float, row[1:3]), row[3], float(row[4])] == [
+        "1", pytest.approx(0.01), pytest.approx(6.12255), "NA", pytest.approx(25.5 * 0.49**4)
+    ]  # fmt: skip
+
+
+def test_texts_among_the_logs_are_not_numbers(example: Any, tmp_path: Path, feed: Any):
+    callbacks = [feed(note=["x"], nothing=[None]), dj.callbacks.TensorBoard(tmp_path)]
+    history = example.fit(*callbacks, verbose=2)
+    assert history.history["note"] == ["x"]
+    assert repr(history) == "<History of 1 epochs; last loss: 25.5>"
+    assert set(scalars(tmp_path / "train")) == {"epoch_loss", "epoch_learning_rate"}
 
 
 def test_a_full_disk_ends_the_log_and_not_the_training(
@@ -185,7 +213,8 @@ def test_save_freq_counts_batches_through_epochs(
     example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     saved = SaveRecorder(example, monkeypatch)
-    checkpoint = dj.callbacks.ModelCheckpoint(tmp_path / "{epoch}-{batch}-{loss:.1f}", save_freq=3)
+    path = tmp_path / "{epoch}-{batch}-{loss:.1f}"
+    checkpoint = dj.callbacks.ModelCheckpoint(path, save_freq=np.int64(3))
     example.fit(checkpoint, batch_size=2, epochs=2)
     assert [name.rpartition("-")[0] for name in saved.names] == ["1-3", "2-2"]
 
@@ -199,9 +228,11 @@ def test_without_the_monitored_number_everything_is_saved(
     assert saved.names == ["1"]
 
 
-def test_unknown_names_and_frequencies_are_refused(example: Any, tmp_path: Path):
+def test_unknown_names_and_frequencies_are_refused(example: Any, feed: Any, tmp_path: Path):
     with pytest.raises(ValueError, match=r"filled in: 'val_loss'. Between braces.*: epoch, loss"):
         example.fit(dj.callbacks.ModelCheckpoint(tmp_path / "{val_loss}"))
+    with pytest.raises(ValueError, match=r"filled in: unsupported format string"):
+        example.fit(feed(pair=[np.zeros(2)]), dj.callbacks.ModelCheckpoint(tmp_path / "{pair:.2f}"))
     with pytest.raises(ValueError, match=r"save_freq.* got 'step'"):
         dj.callbacks.ModelCheckpoint(tmp_path, save_freq="step")
 
@@ -273,6 +304,27 @@ def test_weights_are_written_as_histograms(example: Any, tmp_path: Path):
     assert [entry.data[-1].tolist() for entry in found] == [
         [pytest.approx(0.49**n), pytest.approx(0.49**n), 1.0] for n in (1, 3)
     ]
+
+
+def test_histograms_leave_nan_out_and_are_gathered_where_writing_fails(
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of weights that are sharded over processes, gathering is a collective."""
+    example.model.set_weights([np.full(1, np.nan)])
+    example.fit(TensorBoard(tmp_path, histogram_freq=1))
+    found = [entry for entry in read(tmp_path / "train") if entry.plugin == "histograms"]
+    assert found[0].data.sum() == 0
+    gathered = []
+
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dj.summary, "histogram", refuse)
+    gather = _loggers.on_host
+    monkeypatch.setattr(_loggers, "on_host", lambda x: gathered.append(x) or gather(x))
+    with pytest.warns(RuntimeWarning, match="can no longer write"):
+        example.fit(TensorBoard(tmp_path / "full", histogram_freq=1), epochs=2)
+    assert len(gathered) == 2
 
 
 def test_an_unknown_frequency_is_refused():
