@@ -13,6 +13,7 @@ from distribute_jax._checks import (
     check_int,
     check_number,
     check_optional,
+    converting,
     refuse,
     takes,
 )
@@ -53,7 +54,9 @@ class Monitor(Callback):
                 )
             return None
         self.was_logged = True
-        return float(logs[self.monitor])
+        what = f"{type(self).__name__}: {self.monitor!r} of the logs"
+        with converting(what, logs[self.monitor], "one number"):
+            return float(logs[self.monitor])
 
     def is_better(self, value: float, than: float | None) -> bool:
         """True if a value is better by more than ``min_delta``; NaN never is."""
@@ -220,7 +223,7 @@ class ReduceLROnPlateau(Monitor):
             self.best, self.wait = value, 0
         elif not self.cooldown_counter:
             self.wait += 1
-            if self.wait >= self.patience and rate > self.min_lr:
+            if self.wait >= self.patience and rate > np.float32(self.min_lr):
                 rate = self.model.learning_rate = max(rate * self.factor, self.min_lr)
                 self.cooldown_counter, self.wait = self.cooldown, 0
                 print_on_chief(

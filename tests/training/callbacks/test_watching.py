@@ -71,6 +71,22 @@ def test_the_rate_falls_on_a_plateau_and_nothing_is_compiled_again(example: Any,
     assert example.w == pytest.approx(np.prod([1 - 51 * rate for rate in rates]), rel=1e-5)
 
 
+def test_a_rate_that_is_min_lr_is_not_lowered(
+    example: Any, feed: Any, capsys: pytest.CaptureFixture[str]
+):
+    """0.01 in float32 is below the number in Python, and 0.1 above it."""
+    example.model.learning_rate = 0.2
+    reduce = ReduceLROnPlateau("number_error", 0.5, patience=1, min_lr=0.1, verbose=1)
+    example.fit(feed(number_error=[1.0] * 6), reduce, epochs=6)
+    assert capsys.readouterr().out.count("ReduceLROnPlateau sets the rate to 0.1.") == 1
+
+
+def test_several_numbers_cannot_be_monitored(example: Any, feed: Any):
+    pair = feed(pair_error=[np.zeros(2)])
+    with pytest.raises(dj.ArgumentError, match="'pair_error' of the logs must be one number"):
+        example.fit(pair, EarlyStopping("pair_error"))
+
+
 def test_a_scheduler_sets_the_rate_of_every_epoch_and_nothing_is_compiled_again(
     example: Any, capsys: pytest.CaptureFixture[str]
 ):
