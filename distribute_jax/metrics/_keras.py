@@ -346,13 +346,18 @@ class _Accuracy(losses.Loss):
 def from_name(name: str, *, from_logits: bool) -> Metric:
     """Returns the metric of a name in Keras, for probabilities or logits.
 
-    For logits the binary threshold is 0, and a cross-entropy is that of logits. ``"cosine_similarity"`` is
-    positive for vectors that agree, and the loss of that name negative, as in Keras.
+    For logits the threshold of two classes is 0, and ``"AUC"`` and cross-entropies are those of logits.
+    ``"cosine_similarity"`` is positive for vectors that agree, and the loss of that name negative, as in
+    Keras.
     """
     threshold = 0.0 if from_logits else 0.5
     if name.lower() in ("accuracy", "acc"):
         return MeanMetricWrapper(_Accuracy(name, threshold))
     cls = _METRICS.get(name) or _METRICS.get(name.lower())
+    if cls is AUC:
+        return AUC(from_logits=from_logits)
+    if cls in (Precision, Recall):
+        return cls(threshold)
     if cls is not None:
         return BinaryAccuracy(threshold=threshold) if cls is BinaryAccuracy else cls()
     if name not in BY_NAME and name not in BY_CLASS_NAME:

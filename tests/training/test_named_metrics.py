@@ -80,6 +80,18 @@ def test_a_crossentropy_beside_a_loss_of_logits_is_of_logits_too():
         np.testing.assert_array_equal(value(IDS, SCORES), sparse.per_example(IDS, SCORES))
 
 
+def test_metrics_of_two_classes_beside_a_loss_of_logits_are_of_logits():
+    """The logits are not probabilities, which the thresholds of Keras's defaults compare with."""
+    logits, labels = jnp.array([-3.0, -0.2, 0.1, 0.2, 2.0]), jnp.array([0, 1, 0, 1, 1])
+    values = {}
+    for name in ("AUC", "precision", "Recall"):
+        metric = find_metric(name, LOGIT)[1]
+        metric.update_state(labels, logits)
+        values[name] = float(metric.result())
+    expected = {"AUC": 5 / 6, "precision": 2 / 3, "Recall": 2 / 3}
+    assert values == pytest.approx(expected)
+
+
 def test_functions_may_name_their_arguments_in_any_order():
     def away(predictions: Any, labels: Any, scale: float = 1.0) -> Any:
         return scale * (labels - predictions)
