@@ -16,6 +16,8 @@ from distribute_jax.training._progress import progress
 from distribute_jax.training._trainer import warn_of_early_end
 from distribute_jax.training.callbacks._callback import CallbackList, History
 
+_LISTS = (list, tuple, set, range)
+
 
 @dataclass(eq=False)
 class Fit:
@@ -46,7 +48,7 @@ class Fit:
         for name in ("steps_per_epoch", "validation_steps", "validation_batch_size"):
             check_optional(check_int, f"fit({name})", getattr(self, name))
         freq = self.validation_freq
-        for number in freq if isinstance(freq, (list, tuple, set, range)) else [freq]:
+        for number in freq if isinstance(freq, _LISTS) else [freq]:
             check_int("fit(validation_freq), or each epoch of its list,", number)
         self.validation_keys = self.keys
         self.class_weights = class_weights(self.class_weight)
@@ -64,8 +66,7 @@ class Fit:
                 raise ArgumentError(
                     "validation_split is for arrays, and x is a dataset. Pass validation_data=dataset."
                 )
-            data, rest = data.split(self.validation_split)
-            validation_data = rest.parts
+            data, validation_data = data.split(self.validation_split)
         strategy = self.model.strategy
         # A fixed seed: a program gives the same numbers each time it runs.
         seed = 0 if self.shuffle and data is not None else None
@@ -110,7 +111,7 @@ class Fit:
                 self._train()
         finally:
             self.trainer.batches = outer
-            self.model._unfinished.keep(self.x, self._batches)
+            self.model._unfinished.keep(self.x, self._batches or self._left)
             self.model._unfinished_validation.keep(self.validation_data, self._validating)
             history.set_model(None)  # no reference cycle: the model holds its history
         return history
@@ -172,7 +173,7 @@ class Fit:
             warn_of_early_end("training", steps * (epoch - self.initial_epoch) + done, requested)
             self.model.stop_training = True
         freq = self.validation_freq
-        is_due = (epoch + 1) % freq == 0 if isinstance(freq, int) else epoch + 1 in freq
+        is_due = epoch + 1 in freq if isinstance(freq, _LISTS) else (epoch + 1) % freq == 0
         if self.validation is not None and is_due:
             steps, batches = self.validation_steps, self._validating
             # An iterator cannot start again: as in Keras the next validation continues with it.
@@ -201,7 +202,8 @@ def without_keys(keys: Keys, x: Any, y: Any) -> tuple[Any, Any, Keys]:
 def check_ends(method: str, dataset: DistributedDataset, steps: int | None) -> None:
     """Raises if the dataset is infinite and no number of steps was passed."""
     if is_infinite(dataset) and steps is None:
-        name = "steps_per_epoch" if method == "fit" else "steps"
+        names = {"fit": "steps_per_epoch", "fit(validation_data)": "validation_steps"}
+        name = names.get(method, "steps")
         raise ArgumentError(
             f"{method} got a dataset that is repeated without end, and no {name}, so it would never "
             f"end. Pass {name}=…, or give repeat() a number."
@@ -222,9 +224,8 @@ def validation_dataset(
     is_arrays = isinstance(data, tuple) or (
         isinstance(data, list) and not keys and not isinstance(next(iter(data), ()), tuple)
     )
-    if is_arrays and len(data) in (2, 3):
-        x, y, weight = (*data, None)[:3]
-        arrays = arrays_of("fit(validation_data)", x, y, weight)
+    if is_arrays and (len(data) in (2, 3) or (len(data) == 1 and hasattr(data[0], "shape"))):
+        arrays = arrays_of("fit(validation_data)", *(*data, None, None)[:3])
         return dataset_of(strategy, "fit(validation_data)", arrays, batch_size)
     if hasattr(data, "shape") and hasattr(data, "__array__"):  # a Hugging Face dataset has a shape
         refuse("fit(validation_data)", "(x, y), (x, y, sample_weight) or a dataset", data)

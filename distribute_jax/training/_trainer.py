@@ -305,7 +305,9 @@ class Trainer:
         batch = batches.peek()
         if self._outputs_checked or not expecting or batch is None:
             return
-        outputs = self.strategy.run(self.step("predict", of_user=False), args=batch)
+        with mode(self.module, training=False):
+            step = self.step("predict", of_user=False)
+            outputs = self.strategy.run(step, args=batch, options=library_options())
         for key in expecting:
             values = self.strategy.gather(select_output(outputs, key, "outputs"), axis=0)
             check_probabilities(losses[key], np.asarray(values))

@@ -110,7 +110,7 @@ def test_validation_split_and_frequency():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     sharded = jax.device_put(X[:16], jax.NamedSharding(mesh, jax.P("x")))
     history = model.fit(
-        sharded, Y[:16], batch_size=8, epochs=4, validation_split=0.5, validation_freq=2, verbose=0
+        sharded, Y[:16], 8, 4, validation_split=0.5, validation_freq=np.int64(2), verbose=0
     )
     assert {k: len(v) for k, v in history.history.items()} == {
         "loss": 4, "accuracy": 4, "val_loss": 2, "val_accuracy": 2,
@@ -370,6 +370,25 @@ def test_logits_are_refused_where_probabilities_are_expected(s4: dj.MirroredStra
     assert fine.evaluate(X, Y, batch_size=8) == pytest.approx(expected, rel=1e-5)
 
 
+class NormedSoftmax(Net):
+    def __init__(self) -> None:
+        super().__init__(norm=True)
+        self.norm.axis_name = "data"
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nnx.softmax(super().__call__(x))
+
+
+@pytest.mark.exhaustive
+def test_probabilities_are_checked_in_evaluation_mode(s4: dj.MirroredStrategy):
+    """In which the padding of a first batch that is partial does not reach a batch norm."""
+    losses = []
+    for strategy in (s4, dj.OneDeviceStrategy("cpu:0")):
+        model = make_model(strategy, NormedSoftmax, loss="sparse_categorical_crossentropy")
+        losses += model.fit(X[:5], Y[:5], verbose=0).history["loss"]
+    assert losses[0] == pytest.approx(losses[1])
+
+
 def loss(labels: jax.Array, y_pred: jax.Array) -> jax.Array:
     return abs(labels - y_pred[:, 0])
 
@@ -389,6 +408,7 @@ def test_invalid_arguments_are_refused(s4: dj.MirroredStrategy):
     both: Any = {"loss": {"a": "mse", "b": "mse"}, "metrics": None}
     other: Any = both | {"metrics": {"zz": ["mae"]}}
     unreduced = dj.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
+    endless = dj.data.from_arrays((X, Y)).batch(8).repeat()
     with s4.scope():
         fresh = dj.Model(Net())
     before = model.get_weights()
@@ -412,6 +432,7 @@ def test_invalid_arguments_are_refused(s4: dj.MirroredStrategy):
         (lambda: model.fit(X, Y, batch_size=0), "batch"),
         (lambda: model.fit(X, Y, validation_freq=[0], validation_data=(X, Y)), "integer >= 1; got 0"),
         (lambda: model.fit(X, Y, validation_batch_size=0), r"fit\(validation_batch_size\).*got 0"),
+        (lambda: model.fit(X, Y, validation_data=endless), "Pass validation_steps="),
         (lambda: model.evaluate(X, Y, steps=-1), r"evaluate\(steps\).*got -1"),
         (lambda: model.fit(X, [Y]), "single loss"),
         (lambda: make_model(s4, loss=unreduced).fit(X, Y), r'reduction=None(.|\n)*pass "sum"'),

@@ -57,6 +57,26 @@ def test_metrics_that_an_overridden_step_does_not_update_are_not_reported(s4: dj
     assert model.train_on_batch(X, Y) == pytest.approx(wanted)
 
 
+class WithoutTargets(OwnStep):
+    def train_step(self, batch: Any) -> Any:
+        return super().train_step((*batch, 2 * batch[0]))
+
+    def test_step(self, batch: Any) -> Any:
+        (x,) = batch
+        return {"mean": dj.compute_average_loss(x[:, 0])}
+
+
+@pytest.mark.exhaustive
+def test_inputs_without_targets_can_be_split(s2: dj.MirroredStrategy):
+    """And are then batched."""
+    model, seen = make_model(s2, WithoutTargets), []
+    count = dj.callbacks.LambdaCallback(on_test_batch_end=lambda batch, logs: seen.append(batch))
+    for data, mean in ({"validation_split": 0.5}, 6.5), ({"validation_data": (X,)}, 4.5):
+        history = model.fit(X, batch_size=2, callbacks=[count], verbose=0, **data).history
+        assert history["val_mean"] == [pytest.approx(mean)]
+    assert seen == [0, 1, 0, 1, 2, 3]
+
+
 class TwoInputs(nnx.Module):
     def __init__(self) -> None:
         self.layer = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
@@ -134,6 +154,7 @@ def test_an_iterator_is_continued():
     data = (batch for batch in batches)
     losses = [model.evaluate(data, steps=1, verbose=0) for _ in range(2)]
     losses += model.fit(data, steps_per_epoch=1, epochs=2, verbose=0).history["loss"]
+    model.fit(data, steps_per_epoch=1, epochs=0, verbose=0)
     losses += model.fit(data, steps_per_epoch=1, verbose=0).history["loss"]
     assert [*losses, model.evaluate(data, verbose=0)] == pytest.approx(single)
     with pytest.raises(ValueError, match="two distributed datasets"):
