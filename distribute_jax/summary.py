@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from distribute_jax._checks import check_int, importing
+from distribute_jax._checks import check_int, converting, importing
 from distribute_jax._errors import (
     ArgumentError,
     ContextError,
@@ -288,7 +288,8 @@ def text(name: str, data: Any, step: int | None = None, description: str | None 
     """
     if (write := _tensor_writer("text", "text", name, step, description)) is None:
         return False
-    array = np.asarray(data)
+    with converting(f"dj.summary.text({name!r})", data, "strings in equally long lists"):
+        array = np.asarray(data)
     if array.dtype.kind not in "US":
         raise ArgumentError(f"dj.summary.text({name!r}) got {leaf_text(data)}. Pass str(…) of it.")
     if array.dtype.kind == "U":
@@ -326,7 +327,8 @@ def _numbers(function: str, name: str, data: Any) -> Array:
             f"dj.summary.{function}({name!r}) got a value that differs between replicas. Use "
             "strategy.reduce('sum', value, axis=None) or strategy.gather(value, axis=0) first."
         )
-    array = np.asarray(data)
+    with converting(f"dj.summary.{function}({name!r})", data, "a number, or an array of them"):
+        array = np.asarray(data)
     if array.dtype.kind not in "biuf" and str(array.dtype) != "bfloat16":
         raise ArgumentError(
             f"dj.summary.{function}({name!r}) got {leaf_text(data)}. Pass real numbers."

@@ -16,6 +16,7 @@ from flax import nnx
 
 from distribute_jax._checks import check_choice, check_int, converting
 from distribute_jax._errors import ArgumentError, warn_user
+from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax._messages import PyTree, listed
 from distribute_jax.training import _keras_optimizers as keras
 from distribute_jax.training._objective import Objective
@@ -98,8 +99,9 @@ class Setup:
         if not self.use_ema or averages is self.has_averages:
             return
         if np.asarray(self.optimizer.step[...]):  # before the first update there is no average
-            keras.swap_averages(module, self.optimizer, keep=keep)
-            self.has_averages = averages and not keep
+            with interrupts_held_back():  # which would leave some of the weights swapped
+                keras.swap_averages(module, self.optimizer, keep=keep)
+                self.has_averages = averages and not keep
 
     @contextmanager
     def weighing_classes(self, weights: tuple[tuple[int, float], ...]) -> Iterator[None]:

@@ -27,6 +27,7 @@ from distribute_jax.training.callbacks._callback import Callback
 
 _POLL_SECONDS = 1.0
 _POLLS_BEFORE_WARNING = 60
+_SKIPPED = CheckpointDamagedError, CheckpointFileError
 _LOG = logging.getLogger("distribute_jax")
 
 
@@ -122,7 +123,10 @@ class SidecarEvaluator:
             try:
                 with self.model.strategy.scope():
                     self._load(self._directory.path_of(name))
-            except (CheckpointDamagedError, CheckpointFileError) as error:
+            except CheckpointError as error:
+                is_deleted = not self._directory.exists(name)  # meanwhile, as by max_to_keep
+                if not (is_deleted or isinstance(error, _SKIPPED)):
+                    raise
                 log_once(f"SidecarEvaluator skips {name}: {error}")
             else:
                 self._last = numbers[name]
@@ -133,7 +137,7 @@ class SidecarEvaluator:
         tree = {"module": self.model.module, "optimizer": nnx.Dict(step=self.model.optimizer.step)}
         try:
             checkpoint.load(path, tree, partial=True)  # callbacks log the step of the optimizer
-        except (CheckpointDamagedError, CheckpointFileError):
+        except _SKIPPED:
             raise
         except CheckpointError:
             checkpoint.load(path, {"module": self.model.module}, partial=True)

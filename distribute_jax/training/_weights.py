@@ -104,9 +104,12 @@ def _output_shapes(module: nnx.Module, x: Any) -> dict[str, str]:
 
     def recording(call: Callable[..., Any], paths: dict[int, str]) -> Callable[..., Any]:
         def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            path = paths.get(id(self), "")
+            is_first = path not in shapes  # and not that of a base class, by super().__call__
+            shapes.setdefault(path, "")
             result = call(self, *args, **kwargs)
-            text = ", ".join(str(np.shape(leaf)) for leaf in jax.tree.leaves(result))
-            shapes.setdefault(paths.get(id(self), ""), text)
+            if is_first:
+                shapes[path] = ", ".join(str(np.shape(leaf)) for leaf in jax.tree.leaves(result))
             return result
 
         return called

@@ -132,6 +132,8 @@ def test_only_the_chief_writes_a_file(tmp_path: Path, monkeypatch: pytest.Monkey
         ("image", np.zeros((1, 4, 4, 5)), "1 to 4 channels"),
         ("image", np.zeros((1, 4, 4, 1), np.int32), "uint8, or floats"),
         ("text", 3, "Pass str"),
+        ("text", [["a"], ["b", "c"]], "strings in equally long lists; got"),
+        ("histogram", [[1], [2, 3]], "a number, or an array of them; got"),
     ],
 )
 def test_invalid_data_is_refused(tmp_path: Path, function: str, data: Any, message: str):

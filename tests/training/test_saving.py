@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,26 @@ def test_the_newest_complete_checkpoint_is_evaluated(
     assert caplog.text.count("skips 11") == 1
     assert losses == [100, 169]
     assert caplog.text.count(f"is waiting for a new checkpoint in {tmp_path}") == 1
+
+
+@pytest.mark.exhaustive
+def test_a_checkpoint_that_is_deleted_meanwhile_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model([0, 1])
+    for step in (1, 2):
+        model.save(tmp_path / f"{step}")
+    load = _sidecar.checkpoint.load
+
+    def delete_2_and_load(path: str, *args: Any, **options: Any) -> Any:
+        shutil.rmtree(tmp_path / "2", ignore_errors=True)
+        return load(path, *args, **options)
+
+    monkeypatch.setattr(_sidecar.checkpoint, "load", delete_2_and_load)
+    evaluator = dj.SidecarEvaluator(model, (ONES, ONES), tmp_path, max_evaluations=1)
+    evaluator.start()
+    assert evaluator._last == 1
+    assert "skips 2: There is no checkpoint" in caplog.text
 
 
 @pytest.mark.exhaustive

@@ -70,6 +70,19 @@ def test_an_input_shows_output_shapes(s4: dj.Strategy):
     assert nnx.Linear.__call__ is call
 
 
+class Pooled(nnx.Linear):
+    def __call__(self, x: Any) -> Any:
+        return super().__call__(x).mean(axis=-1)
+
+
+def test_the_output_of_a_subclass_is_not_that_of_its_base(s4: dj.Strategy):
+    with s4.scope():
+        model = dj.Model(Pooled(3, 4, rngs=nnx.Rngs(0)))
+    texts: list[str] = []
+    model.summary(print_fn=texts.append, x=jnp.ones((5, 3)))
+    assert re.split("  +", texts[0].splitlines()[2])[2] == "(5,)"
+
+
 def test_other_processes_do_not_print(s4: dj.Strategy, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("distribute_jax.processes._job._current", SimpleNamespace(index=1))
     with s4.scope():
