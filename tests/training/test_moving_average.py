@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from flax import nnx
 from model_factory import compile_model, linear
 
 import distribute_jax as dj
+from distribute_jax.training import _keras_optimizers
 
 X = np.arange(1.0, 9.0, dtype=np.float32).reshape(8, 1) / 8
 Y = 3 * X
@@ -61,6 +63,28 @@ def test_validation_and_the_end_of_fit_use_the_average(s2: dj.Strategy):
     with pytest.raises(ZeroDivisionError):
         model.evaluate(X, Y, callbacks=[swap, fails], verbose=0)
     assert weight(model) == 0
+
+
+def test_an_interrupt_swaps_all_weights_or_none(
+    s2: dj.Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(s2)
+    model.fit(X, Y, batch_size=4, verbose=0)
+    before, swap, put = weight(model), dj.callbacks.SwapEMAWeights(), _keras_optimizers.put
+    model.module.kernel[...] += 1
+
+    def interrupted_put(*args: Any) -> Any:
+        monkeypatch.setattr(_keras_optimizers, "put", put)
+        signal.raise_signal(signal.SIGINT)
+        return put(*args)
+
+    swap.set_model(model)
+    monkeypatch.setattr(_keras_optimizers, "put", interrupted_put)
+    with pytest.raises(KeyboardInterrupt):
+        swap.on_test_begin()
+    assert weight(model) == before
+    swap._release()
+    assert weight(model) == before + 1
 
 
 def test_wrong_arguments_of_averages_are_refused(s2: dj.Strategy):
