@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from distribute_jax._absent import getattr_with_hints
-from distribute_jax._checks import check_choice, check_number, converting
+from distribute_jax._checks import check_choice, check_number, converting, is_integer
 from distribute_jax._errors import ArgumentError, ContextError, log_once
 from distribute_jax._messages import leaf_text, promoting, real_array
 from distribute_jax._padding import align, real_mask
@@ -338,9 +338,9 @@ def compute_average_loss(
         check_number(f"{_NAME}: global_batch_size", global_batch_size)
     rows, replicas = losses.shape[0], replica.num_replicas_in_sync
     if not replica.is_padded and replica.real_examples == rows * replicas:
-        is_share = isinstance(global_batch_size, int) and global_batch_size == rows
+        is_share = is_integer(global_batch_size) and global_batch_size == rows
         replica.divides_by_share = is_share and replicas > 1
-    if isinstance(global_batch_size, int):
+    if is_integer(global_batch_size):
         global_batch_size = float(global_batch_size)  # it may exceed an int32
     return as_dtype(jnp.divide(total, global_batch_size), dtype)
 

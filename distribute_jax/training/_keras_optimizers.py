@@ -153,8 +153,10 @@ def swap_averages(module: nnx.Pytree, optimizer: nnx.Pytree, *, keep: bool = Fal
     """Swaps the weights with their moving averages; with ``keep`` both become the averages."""
     weights, name = variables(module), "moving_average"
     for path, average in variables(optimizer).items():
-        if name in path:
-            weight = weights[path[path.index(name) + 1 :]]
+        place = path.index(name) if name in path else 0
+        # A layer may have this name, too: then another one, such as mu, is before it.
+        if place and not any(isinstance(key, str) for key in path[1:place]):
+            weight = weights[path[place + 1 :]]
             old, mean = weight.get_raw_value(), average.get_raw_value()
             weight.set_raw_value(put(jnp.copy(mean) if keep else mean, old.sharding))
             if not keep:

@@ -87,6 +87,26 @@ def test_an_interrupt_swaps_all_weights_or_none(
     assert weight(model) == before + 1
 
 
+class OfThatName(nnx.Module):
+    def __init__(self) -> None:
+        self.moving_average = linear(1)()
+        self.kernel = nnx.Param(jnp.ones((1, 1)))
+
+    def __call__(self, x: Any) -> Any:
+        return self.moving_average(x) @ self.kernel[...]
+
+
+def test_a_layer_may_be_named_as_the_averages(s2: dj.Strategy) -> None:
+    adam = {
+        "optimizer": "adam",
+        "use_ema": True,
+        "ema_momentum": 0.0,
+    }  # the averages are the weights
+    model = compile_model(s2, OfThatName, **adam)
+    model.fit(X, Y, batch_size=8, verbose=0, callbacks=[dj.callbacks.SwapEMAWeights()])
+    assert model.get_weights()[0] == pytest.approx(np.ones((1, 1)), abs=0.0011)
+
+
 def test_wrong_arguments_of_averages_are_refused(s2: dj.Strategy):
     model = make_model(s2)
     optimizer = dj.Optimizer(model.module, optax.sgd(0.1))

@@ -112,7 +112,7 @@ def of_another(strategy: dj.Strategy) -> None:
     in_step(strategy, step, X)
 
 
-def of_share(strategy: dj.Strategy, size: int | None = 8) -> None:
+def of_share(strategy: dj.Strategy, size: Any = np.int64(8)) -> None:
     """Divides by the batch of one replica, although ``dj.Optimizer`` sums."""
     with strategy.scope():
         module = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
