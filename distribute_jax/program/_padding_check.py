@@ -121,7 +121,8 @@ class PaddingCheck:
     batches: int = 0
     """Partial batches so far."""
     longer: Program | None = None
-    """The step with more padding, once it is compiled."""
+    """The step with more padding; None if there is none, or it is not compiled yet."""
+    tried_longer: bool = False
     is_proved_but_for_norms: bool | None = None
     """Whether padding reaches results only through batch norms; None if this is not known yet."""
     leaked: bool = False
@@ -321,7 +322,7 @@ def _with_more_padding(call: Call, entry: BoundProgram, values: Sequence[Any]) -
     data = [with_rows(v, twice, counts) for v in call.arguments.data if _is_padded(v)]
     longer = replace(call, arguments=_with_batch(call, data))
     check: PaddingCheck = entry.program.padding
-    if check.batches == 1:
+    if not check.tried_longer:
         options = RunOptions(check_sync=False, donate_state=False)
         try:
             check.longer = build(longer, options, Replicas(call.mesh))
@@ -331,6 +332,7 @@ def _with_more_padding(call: Call, entry: BoundProgram, values: Sequence[Any]) -
         if check.longer is not None and _drawn(check.longer) != _drawn(entry.program):
             check.longer = None
             _log.warning(_UNCHECKED, entry.step, "with more rows it draws other random numbers")
+        check.tried_longer = True
     if check.longer is None:
         return None
     twin = BoundProgram(check.longer, call.binding, entry.step)

@@ -15,6 +15,7 @@ from cases import long
 from flax import nnx
 
 import distribute_jax as dj
+from distribute_jax.program import _padding_check
 
 
 def batches(*sizes: int, width: int = 3) -> list[np.ndarray]:
@@ -246,6 +247,24 @@ def test_an_undecided_leak_is_found_by_a_later_check(s4: dj.MirroredStrategy):
     assert float(s4.run(step, args=(first,))) == 0
     with pytest.raises(dj.PaddingLeakError, match="two different paddings"):
         s4.run(step, args=(later,))
+
+
+def test_an_interrupted_check_is_made_again_in_full(
+    s4: dj.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
+):
+    """Only the step with more padding, which it compiles, shows that this one counts all rows."""
+    _, batch = s4.distribute_dataset(batches(8, 5))
+    step = lambda x: jax.lax.psum(jnp.float32(x.shape[0]), "data")  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(_padding_check, "build", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            s4.run(step, args=(batch,))
+    with pytest.raises(dj.PaddingLeakError, match="more padding"):
+        s4.run(step, args=(batch,))
+
+
+def interrupted(*_: Any):
+    raise KeyboardInterrupt
 
 
 def test_a_nan_that_only_padding_makes_is_an_error(s4: dj.MirroredStrategy):
