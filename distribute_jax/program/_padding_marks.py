@@ -122,7 +122,8 @@ class Mark:
     @property
     def has_padding_if_empty(self) -> bool:
         """True if the entries depend on the padding on a replica without real rows."""
-        return self.varies_if_empty or (self.empty.is_pure and any(r.data for r in self.rows))
+        is_known = self.if_empty.number is not None
+        return self.varies_if_empty or (not is_known and any(r.data for r in self.rows))
 
     @property
     def is_clean(self) -> bool:

@@ -78,7 +78,9 @@ class PaddingWalk(Walk):
 
     def decided(self, eqn: Pair, by: Mark, outs: Marks) -> Marks:
         if by.is_clean:
-            return [_with_row_count(out, by.row_count_at) for out in outs]
+            outs = [_with_row_count(out, by.row_count_at) for out in outs]
+            varies = by.varies_if_empty
+            return [replace(out, varies_if_empty=out.varies_if_empty or varies) for out in outs]
         return [leaking(by.leak.where if by.leak else eqn.where)] * len(outs)
 
     def shifted(self, mark: Mark, by: int) -> Mark:
@@ -168,6 +170,8 @@ def _computed(walk: PaddingWalk, pair: Pair, marks: Marks) -> Marks | None:
 
 def _checked(pair: Pair, index: int, out: Mark) -> Mark:
     """Returns the mark if it has exactly the dims whose length differs, else a leak."""
+    if out.index is not None and pair.outvars[index].aval.dtype.itemsize < 4:
+        out = replace(out, index=None)  # it may wrap around, or be rounded
     sizes, others = pair.out(index)
     same_rank = len(sizes) == len(others)
 

@@ -266,12 +266,16 @@ def scatter(pair: Pair, marks: list[Mark]) -> Mark:
         if r.dim in numbers.scatter_dims_to_operand_dims and r.dim not in aligned:
             raise UndecidedError("some rows")
         operands: list[Operand] = [(operand, r), (updates, updates.at(places[r.dim]))]
-        rows.append(aligned_rows(r.dim, operands, _linear_pad if adds else join_pads))
+        new = aligned_rows(r.dim, operands, _linear_pad if adds else join_pads)
+        is_pure = new.pad.is_pure and all(i.pad.is_pure for i in indices.rows)
+        data = new.data or any(i.data for i in indices.rows)
+        rows.append(replace(new, pad=new.pad._replace(is_pure=is_pure), data=data))
     written = {places[r.dim] for r in operand.rows}
     for r in updates.rows:
         if r.dim not in written and not (adds and r.pad.number == 0):
-            counted = any(i.data and i.pad.is_pure for i in indices.rows) and r.pad.is_finite
-            return leaking(pair.where, certain=adds and counted)
+            has_number = r.pad.is_pure or r.pad.number is not None
+            is_counted = has_number and any(i.data and i.pad.is_pure for i in indices.rows)
+            return leaking(pair.where, certain=adds and is_counted)
     return Mark(tuple(rows))
 
 
@@ -350,9 +354,10 @@ _ARRANGING = frozenset({
 def on_empty_replica(pair: Pair, marks: Sequence[Mark], out: Mark) -> Mark:
     """Returns the mark of a result with what is known of it on a replica without real rows."""
     empty = _pad_if_empty(pair, [mark.if_empty for mark in marks], out)
-    varies = not empty.is_finite and empty.number is None
-    varies = varies and any(mark.has_padding_if_empty for mark in marks)
-    return replace(out, empty=empty, varies_if_empty=varies)
+    varies = any(mark.varies_if_empty for mark in marks)
+    if not empty.is_finite:
+        varies = varies or any(mark.has_padding_if_empty for mark in marks)
+    return replace(out, empty=empty, varies_if_empty=varies and empty.number is None)
 
 
 def _pad_if_empty(pair: Pair, pads: Sequence[Pad], out: Mark) -> Pad:

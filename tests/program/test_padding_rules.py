@@ -187,6 +187,13 @@ def test_a_function_that_jax_itself_traced_is_named_with_the_line_of_its_call():
         lambda w, x, y, m, c: (
             jnp.zeros(5).at[y].add(m * (x + jnp.where(m[:, None], x, -jnp.inf).max(0)).sum(1))
         ),
+        lambda w, x, y, m, c: jnp.isnan(jnp.zeros(5).at[y].add(jnp.where(m, x[:, 0], 0) / m.sum())),
+        lambda w, x, y, m, c: jnp.zeros(5).at[y + m].add(jnp.where(m, x[:, 0], 0) / m.sum()),
+        # A mask that is not the mark, and a class that only padding has.
+        lambda w, x, y, m, c: jnp.zeros(5).at[y].add(jnp.arange(len(y)) < m.sum()),
+        lambda w, x, y, m, c: (
+            jnp.zeros((len(y), 5)).at[jnp.arange(len(y)), jnp.where(m, y, 0)].set(1)[:, 1:].sum(0)
+        ),
         lambda w, x, y, m, c: real_mean(x[jnp.arange(2 * len(x)).reshape(-1, 2), 1].sum(1), m, c),
         lambda w, x, y, m, c: jnp.where(
             m, jnp.hstack([jnp.ones(len(x) - 1), x[:, 0], jnp.ones(len(x) + 1)]).reshape(3, -1), 0
@@ -244,3 +251,13 @@ def test_refs_and_traces_that_differ_are_undecided():
         proved(lambda w, x, y, m, c: jax.new_ref(x.sum())[...])
     with pytest.raises(UndecidedError, match="another"):
         proved(lambda w, x, y, m, c: jnp.sin(c.sum()) if len(x) > 5 else jnp.cos(c.sum()))
+
+
+@pytest.mark.parametrize(("dtype", "is_proved"), [(np.int32, True), (np.int8, False)])
+def test_an_index_of_few_bits_is_not_the_row(dtype: Any, is_proved: bool):
+    """From 128 on it is negative, and counts from the end, where the padding is."""
+    [mark] = proved(
+        lambda w, x, y, m, c: real_mean(x[jnp.arange(len(x)).astype(dtype).astype(int), y], m, c),
+        share=300,
+    )
+    assert (mark.leak is None) is is_proved
