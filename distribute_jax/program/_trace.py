@@ -6,9 +6,7 @@ results. They are computed on the replicas and stored, and the step is traced ag
 
 from __future__ import annotations
 
-import gc
 import math
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -30,7 +28,6 @@ from distribute_jax._values import Layout, PerReplica
 from distribute_jax.program._aggregation import is_unchanged, keeps_own_values
 from distribute_jax.program._arguments import Arguments, is_one_leaf
 from distribute_jax.program._binding import Binding, Rebuilt, swapped_arrays, swapped_state
-from distribute_jax.program._capture import is_library
 from distribute_jax.program._jaxprs import ClosedJaxpr, RenamedAxis, bodies, open_jaxpr
 from distribute_jax.program._replica_context import ReplicaContext, per_replica_keys
 from distribute_jax.program._results import Results, flatten_results
@@ -434,7 +431,6 @@ def _check_constants(jaxpr: ClosedJaxpr, inputs: Sequence[Any], ids_before: set[
         and id(constant) not in replaced
         # jax.live_arrays lists no key arrays; a key made in the step is traced, so not a constant.
         and (id(constant) in ids_before or is_key(constant))
-        and not _belongs_to_library(constant)
     ]
     if stale:
         raise StaleCaptureError(
@@ -443,15 +439,3 @@ def _check_constants(jaxpr: ClosedJaxpr, inputs: Sequence[Any], ids_before: set[
             "weights among them would never train. Pass the array, or the object that holds it, in "
             "args: strategy.run(step, args=(model, x))."
         )
-
-
-def _belongs_to_library(constant: jax.Array) -> bool:
-    """True if only globals and closures of libraries refer to an array: those do not change."""
-    holders = [h for h in gc.get_referrers(constant) if not isinstance(h, types.FrameType)]
-    return bool(holders) and all(
-        isinstance(holder, types.CellType)
-        or (
-            isinstance(holder, dict) and is_library(holder.get("__name__")) and "__spec__" in holder
-        )
-        for holder in holders
-    )
