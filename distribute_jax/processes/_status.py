@@ -138,7 +138,10 @@ class Activity:
         if phase is not YOUR_CODE:
             return phase, since
         last, dispatched = self.last, self.dispatched
-        if last is None or last.is_deleted() or last.is_ready():
+        try:
+            if last is None or last.is_deleted() or last.is_ready():
+                return None
+        except RuntimeError:  # donated to the next step between the two calls
             return None
         return f"waiting for step {self.step}", dispatched
 

@@ -6,6 +6,7 @@ import os
 import time
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 import distribute_jax as dj
@@ -88,3 +89,20 @@ def test_an_interrupt_leaves_no_phase_behind(monkeypatch):
     with pytest.raises(KeyboardInterrupt), _status._reported("compiling"):
         pass
     assert _status.activity().phase == _status.YOUR_CODE
+
+
+def test_an_output_that_is_donated_while_the_watchdog_looks_is_not_waited_for():
+    """The watchdog would take JAX's error for the end of process 0, and end this process."""
+
+    class DonatedMeanwhile:
+        array = jnp.ones(2)
+
+        def is_deleted(self) -> bool:
+            was_deleted = self.array.is_deleted()
+            self.array.delete()
+            return was_deleted
+
+        def is_ready(self) -> bool:
+            return self.array.is_ready()
+
+    assert _status.Activity(last=DonatedMeanwhile()).waiting() is None
