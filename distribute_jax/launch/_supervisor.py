@@ -82,7 +82,7 @@ def supervise(
         while True:
             places = sorted(order[:used])
             if inbox.stop_signal is None:
-                seconds = rejoin if used < processes else _DAY_SECONDS
+                seconds = rejoin if used < processes else float("inf")
                 outcome = Attempt(job, places, progress, inbox, grace, seconds).run()
                 guard.end_all()
             else:  # stopped during the pause
@@ -141,7 +141,10 @@ def signals_into(inbox: Inbox) -> Iterator[None]:
     def put(number: int, frame: FrameType | None) -> None:
         inbox.put(signal.Signals(number))
 
-    before: dict[signal.Signals, Any] = {n: signal.signal(n, put) for n in _STOP_SIGNALS}
+    stops = {*_STOP_SIGNALS}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup sets it
+        stops.remove(signal.SIGHUP)
+    before: dict[signal.Signals, Any] = {n: signal.signal(n, put) for n in stops}
     # If a parent has set it to be ignored, exit codes are lost.
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
@@ -197,7 +200,7 @@ class Attempt:
         return AttemptOutcome(
             failure=next(iter(causes or self._failures), None),
             best_step=_best_step(group),
-            all_saved=all(code == SAVED for code in codes),
+            all_saved=codes.count(SAVED) == len(self._specs),
             any_saved=SAVED in codes,
             same_error_for_all=len(causes) == len(codes) and is_same_program_error(causes),
             rejoins=self._rejoins and any(codes),

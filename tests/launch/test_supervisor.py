@@ -162,6 +162,18 @@ def test_exit_codes_are_known_although_a_parent_ignores_sigchld():
     assert ended.returncode == 3
 
 
+def test_under_nohup_a_job_outlives_its_terminal():
+    """nohup lets the signal be ignored."""
+    before, inbox = signal.signal(signal.SIGHUP, signal.SIG_IGN), Inbox()
+    try:
+        with signals_into(inbox):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert not inbox.is_stopped()
+
+
 def test_a_limit_that_the_processes_reach_is_reported(tmp_path, monkeypatch):
     """Without a free descriptor or process, the launcher says which limit to raise."""
 
@@ -229,6 +241,26 @@ def test_a_signal_is_passed_on_and_a_save_is_reported(launch, name):
     assert launched.said == [
         f"distribute-jax: stopped by {name}: all processes have saved and ended"
     ]
+
+
+def test_a_job_may_run_for_more_than_a_day(launch, monkeypatch):
+    """Processes that all run have none to wait for, so they are not asked to save; a day takes 0.2 s here."""
+    monkeypatch.setattr(_supervisor, "_DAY_SECONDS", 0.2)
+    launched = launch("for number in range(10):\n    step(number)\n    time.sleep(0.1)")
+    assert (launched.code, launched.said) == (0, [])
+
+
+def test_a_job_that_was_stopped_before_its_processes_started_has_not_saved(launch, monkeypatch):
+    """The exit code is that of the signal, and not 42, although no process ended otherwise."""
+
+    def stop() -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "127.0.0.1:1"
+
+    monkeypatch.setattr(_supervisor, "free_address", stop)
+    launched = launch("step(3)")
+    assert launched.code == 128 + signal.SIGTERM
+    assert launched.said == ["distribute-jax: stopped by SIGTERM: all processes have ended"]
 
 
 def test_processes_that_saved_by_themselves_are_restarted(launch):
