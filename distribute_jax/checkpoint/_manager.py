@@ -72,7 +72,7 @@ class CheckpointManager:
             continues. A save before a preemption raises in any case.
 
     Raises:
-        ValueError: an interval or ``max_to_keep`` is below 1, or ``on_error`` is neither.
+        ValueError: an interval is not above 0, ``max_to_keep`` is below 1, or ``on_error`` is neither.
 
     Example:
         >>> import distribute_jax as dj, tempfile

@@ -122,9 +122,10 @@ class Preemptible:
         self._exits.__exit__(*error)
 
     def _save_at_end(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and self.step > self._saved:
-            self._manager.save(self.step, self._tree, force=True)
-            self._manager.wait()
+        if kind is None:
+            if self.step > self._saved:
+                self._manager.save(self.step, self._tree, force=True)
+            self._manager.wait()  # also for a save at an interval, which may still run
 
     def between_steps(self) -> None:
         """Called by the iterator: saves at intervals, and saves and exits if all processes agreed to."""

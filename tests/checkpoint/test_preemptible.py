@@ -97,6 +97,21 @@ def test_a_loop_that_ended_is_saved_and_not_run_again(tmp_path: Path):
     assert float(again.total.numpy()) == sum(range(96))
 
 
+def test_a_save_at_the_last_interval_has_ended_with_the_block(tmp_path: Path):
+    """It runs in the background; an error would be lost where the manager is not left too."""
+    (tmp_path / "12").write_text("in the way")
+    loop = Loop(dj.OneDeviceStrategy("cpu:0"))
+
+    def train() -> None:
+        manager = dj.CheckpointManager(tmp_path, every_steps=6)
+        with manager.preemptible({"total": loop.total}, loop.iterator):
+            for x in loop.iterator:
+                loop.one(x)
+
+    with pytest.raises(dj.CheckpointFileError, match="could not be written"):
+        train()
+
+
 def test_several_steps_in_one_dispatch_are_never_divided(tmp_path: Path):
     """``run_steps`` takes its batches at once: those that were taken and not run would be lost."""
     strategy = dj.MirroredStrategy([0, 1])
