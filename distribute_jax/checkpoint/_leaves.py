@@ -119,6 +119,11 @@ def is_in_place(tree: Any) -> bool:
     return all(map(_is_changed_in_place, jax.tree.leaves(tree, is_leaf=_is_leaf)))
 
 
+def iterators_in(tree: Any) -> list[DistributedIterator]:
+    leaves = jax.tree.leaves(tree, is_leaf=_is_leaf)
+    return [leaf for leaf in leaves if isinstance(leaf, DistributedIterator)]
+
+
 def _is_leaf(node: Any) -> bool:
     return node is None or isinstance(node, DistributedValues) or _is_changed_in_place(node)
 

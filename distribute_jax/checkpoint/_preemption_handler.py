@@ -18,11 +18,11 @@ import jax
 from distribute_jax._checks import check_number
 from distribute_jax._errors import ArgumentError, MissingPackageError
 from distribute_jax._supervision import GRACE_SECONDS, SAVED
+from distribute_jax.checkpoint._leaves import iterators_in
 from distribute_jax.checkpoint._manager import CheckpointManager
 from distribute_jax.checkpoint._save_load import check_can_save, check_context
 from distribute_jax.checkpoint._steps import save_last
 from distribute_jax.cluster_resolver._gce import metadata_server
-from distribute_jax.data import DistributedIterator
 from distribute_jax.data._dataset import at_position, position
 from distribute_jax.processes import Preemption
 from distribute_jax.processes._preemption import TERMINATED
@@ -203,9 +203,7 @@ class PreemptionCheckpointHandler:
     def _note_step(self) -> None:
         """Notes the end of a step, and the batches taken by then: one taken for the next is not used yet."""
         report_step(self._run_calls)
-        values = self._tree.values() if isinstance(self._tree, dict) else ()
-        iterators = [value for value in values if isinstance(value, DistributedIterator)]
-        self._positions = [(iterator, position(iterator)) for iterator in iterators]
+        self._positions = [(iterator, position(iterator)) for iterator in iterators_in(self._tree)]
 
     def _check(self, *args: Any, **kwargs: Any) -> None:
         preemption = self._preemption

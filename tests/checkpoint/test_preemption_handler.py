@@ -121,7 +121,7 @@ def test_sigterm_in_a_block_of_steps_saves_at_its_end(tmp_path: Path):
 
 @pytest.mark.parametrize("way", ["inside", "before", "after"])
 def test_each_batch_counts_once_wherever_the_loop_takes_it(way: str, tmp_path: Path):
-    """Inside of ``run``, before it, or in a loop that asks after its step; stopped once."""
+    """Inside of ``run``, before it, or in a loop that asks after its step; at any place of the tree."""
     strategy = dj.MirroredStrategy([0, 1])
     source = dj.data.from_arrays(np.arange(28.0, dtype=np.float32)).batch(4)
     notice = threading.Event()
@@ -130,7 +130,7 @@ def test_each_batch_counts_once_wherever_the_loop_takes_it(way: str, tmp_path: P
         with strategy.scope():
             total = dj.Variable(0.0, aggregation=dj.VariableAggregation.SUM)
         batches = iter(strategy.distribute_dataset(source))
-        tree, config = {"total": total, "data": batches}, TerminationConfig(notice.is_set)
+        tree, config = {"total": total, "data": [batches]}, TerminationConfig(notice.is_set)
         handler = PreemptionCheckpointHandler(None, tree, tmp_path, config)
         last = handler.total_run_calls + 4
         step = lambda x: strategy.run(lambda x: total.assign_add(x.sum()), args=(x,))  # noqa: E731
