@@ -118,6 +118,8 @@ def test_one_checkpoint_is_saved_replaced_and_loaded(url: str) -> None:
     save(f"{url}/model/", {"x": np.ones(2)})
     assert load(f"{url}/model", {"x": np.zeros(2)})["x"].tolist() == [1, 1]
     assert len({n.split("/")[1] for n in objects(url) if "arrays-" in n}) == 1
+    with pytest.raises(ValueError, match="Give a folder in that store: 'memory://run/model'"):
+        save("memory://run", {"x": np.ones(2)})
     with pytest.raises(dj.CheckpointError, match="There is no checkpoint at memory://"):
         load(f"{url}/other", {})
 
