@@ -162,7 +162,7 @@ The names and shapes of the module and of the one that was saved must be the sam
 
 def find_flax_folder(path: str | os.PathLike[str]) -> Path | None:
     """Returns the folder of the one tree that Orbax has written at a path; None if there is none."""
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if (folder / _TREE_METADATA).exists():
         return folder.absolute()
     trees = sorted(found.parent for found in folder.glob(f"*/{_TREE_METADATA}"))

@@ -190,8 +190,9 @@ def saved(path: Path, tree: Any, checkpointer: Any = ocp.StandardCheckpointer) -
 
 
 @pytest.mark.exhaustive
-def test_weights_of_an_nnx_program(tmp_path: Path):
+def test_weights_of_an_nnx_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """An ``nnx.State``, also beside an optimizer and in a step of a manager; onto four devices."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     source = Net(0)
     state = nnx.state(source)
     with ocp.CheckpointManager(tmp_path / "steps") as manager:
@@ -200,7 +201,7 @@ def test_weights_of_an_nnx_program(tmp_path: Path):
     for path in (
         saved(tmp_path / "state", state, ocp.PyTreeCheckpointer),
         saved(tmp_path / "both", both),
-        tmp_path / "steps" / "3",
+        "~/steps/3",
     ):
         with dj.FullyShardedStrategy([0, 1, 2, 3]).scope():
             model = dj.Model(Net(1))
