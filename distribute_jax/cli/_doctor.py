@@ -158,7 +158,8 @@ def host_name(several_machines: bool) -> Finding:
 def is_loopback(host: str) -> bool:
     """True if a name or an address never leaves this machine."""
     try:
-        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+        address = socket.getaddrinfo(host, None)[0][4][0]  # gethostbyname knows no IPv6
+        return ipaddress.ip_address(address).is_loopback
     except OSError:
         return False
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from distribute_jax.cli import _doctor, main
-from distribute_jax.cli._doctor import Finding, coordinator, host_name
+from distribute_jax.cli._doctor import Finding, coordinator, host_name, is_loopback
 
 
 @pytest.fixture
@@ -111,6 +111,7 @@ def test_a_host_name_that_resolves_to_loopback_is_reported(monkeypatch):
     assert "/etc/hosts" in host_name(several_machines=True).fix
     monkeypatch.setattr(socket, "gethostname", lambda: "no.such.host.invalid")
     assert "does not resolve" in host_name(several_machines=False).state
+    assert is_loopback("::1") > is_loopback("2001:db8::1")
 
 
 @pytest.mark.exhaustive
