@@ -276,11 +276,10 @@ class HuggingFaceStream(Source):
 
     text = "a Hugging Face IterableDataset"
 
-    def __init__(self, dataset: Any, method: str) -> None:
-        super().__init__(dataset.with_format("numpy"), method)
-
     def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
-        return iter(self._dataset)
+        dataset = self._dataset.with_format("numpy")
+        dataset.set_epoch(self._dataset.epoch)  # a new dataset begins with 0
+        return iter(dataset)
 
 
 def refuse_splits(splits: Any, method: str) -> NoReturn:

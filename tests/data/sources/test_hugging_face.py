@@ -44,6 +44,18 @@ def test_batches_of_a_stream_keep_columns_order_and_values(strategy, form):
     assert source.length is None
 
 
+def test_a_shuffled_stream_has_a_new_order_after_set_epoch(s2):
+    """``set_epoch`` of the user's dataset counts, also after it was distributed."""
+    stream = table().to_iterable_dataset().shuffle(seed=0).batch(4)
+    distributed = s2.distribute_dataset(stream)
+    orders = []
+    for epoch in (0, 1, 1):
+        stream.set_epoch(epoch)
+        orders.append([int(n) for batch in epoch_of(distributed) for n in batch["x"]])
+    assert orders[0] != orders[1] == orders[2]
+    assert [sorted(order) for order in orders] == [N.tolist()] * 3
+
+
 def test_iter_gives_batches_through_a_function(strategy):
     """``iter`` is a generator, so a function creates it for each epoch."""
     formatted = table().with_format("numpy")
