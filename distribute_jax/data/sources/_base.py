@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from itertools import chain
+from itertools import tee
 from typing import Any
 
 import jax
@@ -80,36 +80,27 @@ class Source(ABC):
 class Stream(Source):
     """A source of which each start has a side effect: it draws random numbers or consumes an iterator.
 
-    Batches that ``preview`` has read are therefore kept, and become the beginning of the next epoch.
+    A start for ``preview`` is therefore that of the next epoch, which yields the same batches again.
     """
 
-    _started: Iterator[PyTree] | None = None
-    _previewed: list[PyTree]
+    _previewed: Iterator[PyTree] | None = None
+    """The epoch that was started for a preview, from its first batch."""
 
     @abstractmethod
     def start(self) -> Iterator[PyTree]:
         """Starts the next epoch."""
 
     def open(self, epoch: int = 0, position: int = 0) -> Iterator[PyTree]:
-        rest, previewed = self._start_once(), self._previewed
-        self._started, self._previewed = None, []
-        return chain(previewed, rest)
+        batches, self._previewed = self._previewed, None
+        return self.start() if batches is None else batches
 
     def preview(self) -> Iterator[PyTree]:
-        rest, previewed = self._start_once(), self._previewed
+        batches, self._previewed = tee(self.open())
         try:
-            yield from tuple(previewed)
-            for batch in rest:
-                previewed.append(batch)
-                yield batch
-        except Exception:
-            self._started = None
+            yield from batches
+        except (Exception, KeyboardInterrupt):
+            self._previewed = None
             raise
-
-    def _start_once(self) -> Iterator[PyTree]:
-        if self._started is None:
-            self._started, self._previewed = self.start(), []
-        return self._started
 
 
 def unbatched(text: str, method: str) -> ArgumentError:

@@ -53,13 +53,13 @@ class _Counted(Stream):
 
     text = "a counted stream"
     starts = 0
-    fails = False
+    error: BaseException | None = None
 
     def start(self) -> Iterator[Any]:
         self.starts += 1
         yield 10 * self.starts
-        if self.fails:
-            raise OSError("disk")
+        if self.error is not None:
+            raise self.error
         yield 10 * self.starts + 1
 
 
@@ -73,13 +73,14 @@ def test_a_preview_is_the_beginning_of_the_next_epoch():
     assert stream.starts == 2
 
 
-def test_a_preview_that_fails_is_forgotten():
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_preview_that_fails_is_forgotten(error):
     """An error in a preview passes through, and the next epoch starts again."""
     stream = _Counted(None, "a test")
-    stream.fails = True
-    with pytest.raises(OSError, match="disk"):
+    stream.error = error()
+    with pytest.raises(error):
         list(stream.preview())
-    stream.fails = False
+    stream.error = None
     assert list(stream.open()) == [20, 21]
 
 
