@@ -198,5 +198,6 @@ def _adopt(count: int, index: int, options: ClusterOptions, caller: str) -> None
 def _limit_collectives(seconds: float) -> None:
     """Sets XLA's timeouts, so that collectives between processes fail instead of waiting forever."""
     flags = os.environ.get("XLA_FLAGS", "")
-    new = [f"{flag}={max(round(seconds), 1)}" for flag in _COLLECTIVE_FLAGS if flag not in flags]
+    limit = round(min(max(seconds, 1), 2**31 - 1))  # of 32 bits; infinity stands for no limit
+    new = [f"{flag}={limit}" for flag in _COLLECTIVE_FLAGS if flag not in flags]
     os.environ["XLA_FLAGS"] = " ".join([flags, *new]).strip()

@@ -33,7 +33,7 @@ class ClusterOptions:
             compiling may take ten times as long.
 
     Raises:
-        ValueError: a number is not positive, or not an int where one is required.
+        ValueError: a number is not positive, above 1e9, or not an int where one is required.
 
     Example:
         >>> import distribute_jax as dj
@@ -48,7 +48,7 @@ class ClusterOptions:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            check_number(f"ClusterOptions: {option.name}", getattr(self, option.name))
+            check_number(f"ClusterOptions: {option.name}", getattr(self, option.name), most=1e9)
 
 
 @dataclass(frozen=True)

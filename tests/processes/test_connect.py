@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -30,15 +31,17 @@ def test_accelerators_are_divided_among_processes_of_one_machine(
     assert _connect._shares_devices(processes, index) is False
 
 
+@pytest.mark.parametrize("wanted", [7.2, math.inf])
 @pytest.mark.parametrize("seconds", [None, 90])
 def test_collectives_get_a_timeout_unless_the_user_set_one(
-    seconds: int | None, monkeypatch: pytest.MonkeyPatch
+    seconds: int | None, wanted: float, monkeypatch: pytest.MonkeyPatch
 ):
-    """XLA reads the flags when the backend starts; existing ones are kept."""
+    """XLA reads the flags, of 32 bits, when the backend starts; existing ones are kept."""
     cpu, gpu = "--xla_cpu_collective_timeout_seconds", "--xla_gpu_nccl_termination_timeout_seconds"
     monkeypatch.setenv("XLA_FLAGS", f"{cpu}={seconds}" if seconds else "")
-    _connect._limit_collectives(7.2)
-    assert set(os.environ["XLA_FLAGS"].split()) == {f"{cpu}={seconds or 7}", f"{gpu}=7"}
+    _connect._limit_collectives(wanted)
+    limit = 2**31 - 1 if wanted == math.inf else 7
+    assert set(os.environ["XLA_FLAGS"].split()) == {f"{cpu}={seconds or limit}", f"{gpu}={limit}"}
 
 
 def test_numbers_of_simulated_devices_may_differ_between_processes(monkeypatch: pytest.MonkeyPatch):
