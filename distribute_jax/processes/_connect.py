@@ -120,34 +120,13 @@ def _start(
             listener, bind = listen(address)
             processes = serve_rendezvous(listener, handshake, count, options.start_seconds)
     local = resolver.local_process_id if _shares_devices(processes, index) else None
-    _initialize(resolver, address, bind, local, options, caller)
-    _watch(Job(index, count, options, KeyValueStore(coordination_client()), processes))
-
-
-def _facts(count: int) -> dict[str, str]:
-    """Returns what must be equal on all processes, as far as it is known before JAX starts."""
-    return {
-        "number of processes": str(count),
-        **{f"version of {name}": version(name) for name in _SAME_VERSIONS},
-        "XLA_FLAGS": " ".join(sorted(xla_flags(os.environ))),
-    }
-
-
-def _initialize(
-    resolver: ClusterResolver,
-    address: str | None,
-    bind: str | None,
-    local: int | None,
-    options: ClusterOptions,
-    caller: str,
-) -> None:
     # This library handles SIGTERM itself, by `on_sigterm` and `Preemption`.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             coordinator_address=address,
-            num_processes=resolver.num_processes,
-            process_id=resolver.process_id,
+            num_processes=count,
+            process_id=index,
             local_device_ids=local,
             cluster_detection_method=resolver.detection_method if address is None else "deactivate",
             coordinator_bind_address=bind,
@@ -159,10 +138,20 @@ def _initialize(
         text = str(error).split("\n", 1)[0]
         kind = DeadlineExceededError if "DEADLINE_EXCEEDED" in text else ClusterError
         raise kind(
-            f"{caller}: jax.distributed could not connect process {resolver.process_id} of "
-            f"{resolver.num_processes} at {address}: {text}\nLook at the output of the other processes, "
-            "and run `distribute-jax doctor` on each machine."
+            f"{caller}: jax.distributed could not connect process {index} of {count} at {address}: "
+            f"{text}\nLook at the output of the other processes, and run `distribute-jax doctor` on each "
+            "machine."
         ) from error
+    _watch(Job(index, count, options, KeyValueStore(coordination_client()), processes))
+
+
+def _facts(count: int) -> dict[str, str]:
+    """Returns what must be equal on all processes, as far as it is known before JAX starts."""
+    return {
+        "number of processes": str(count),
+        **{f"version of {name}": version(name) for name in _SAME_VERSIONS},
+        "XLA_FLAGS": " ".join(sorted(xla_flags(os.environ))),
+    }
 
 
 def _shares_devices(processes: Sequence[ProcessInfo], index: int) -> bool:
