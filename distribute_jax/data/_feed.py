@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from typing import Any, TypeAlias, final
 
 import jax
@@ -310,7 +310,10 @@ class PerReplicaFeed(Feed):
 
     def _elements(self, sources: Sequence[Iterator[Any]]) -> Iterator[HostElement]:
         signature, first, largest = BatchSignature(), 0, 0
-        for position, parts in enumerate(self._rounds([map(_copied, s) for s in sources])):
+        each = [map(_copied, batches) for batches in sources]
+        if len(each) == 1:  # the replicas take turns
+            each *= self._replicas
+        for position, parts in enumerate(zip_longest(*each, fillvalue=_ENDED)):
             where = f"Element {position} of the dataset"
             counts = [0] * self._replicas
             for replica, part in enumerate(parts):
@@ -328,14 +331,6 @@ class PerReplicaFeed(Feed):
             if share is not None:
                 batch = _joined([part for part in parts if part is not _ENDED], where)
                 yield HostElement(batch, share, counts, EpochProgress(batches=position + 1))
-
-    def _rounds(self, sources: Sequence[Iterator[Any]]) -> Iterator[Sequence[Any]]:
-        """Yields one batch for each replica."""
-        if len(sources) > 1:
-            yield from zip_longest(*sources, fillvalue=_ENDED)
-            return
-        while parts := list(islice(sources[0], self._replicas)):
-            yield parts + [_ENDED] * (self._replicas - len(parts))
 
 
 _ENDED: Any = object()
