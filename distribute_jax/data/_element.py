@@ -89,6 +89,9 @@ def _transferred(leaf: Any, rows: Any, share: int, mesh: Mesh) -> jax.Array:
     sharding, first = split_sharding(mesh), local_replicas(mesh).start * share
     if isinstance(leaf, jax.Array) and is_local(mesh):
         return jax.device_put(leaf if rows is None else taken(leaf, rows), sharding)
+    if is_key(leaf):
+        bits = _transferred(jax.random.key_data(leaf), rows, share, mesh)
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf))
     leaf, size = np.asanyarray(leaf), num_replicas(mesh) * share
 
     def shard(index: Any) -> np.ndarray[Any, Any]:

@@ -9,12 +9,13 @@ from itertools import zip_longest
 from typing import Any, TypeAlias, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import outside_mesh
-from distribute_jax._messages import KeyPath, PyTree, leaf_text, path_text
+from distribute_jax._messages import KeyPath, PyTree, is_key, leaf_text, path_text
 from distribute_jax.data._check import BatchSignature
 from distribute_jax.data._element import HostElement, taken
 from distribute_jax.data._options import (
@@ -255,7 +256,8 @@ def _rows(batch: PyTree, n: int, start: int, stop: int) -> PyTree:
 def _digest(batch: PyTree) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for leaf in jax.tree.leaves(batch):
-        digest.update(np.ascontiguousarray(leaf).tobytes())
+        bits = jax.random.key_data(leaf) if is_key(leaf) else leaf
+        digest.update(np.ascontiguousarray(bits).tobytes())
     return digest.hexdigest()
 
 
@@ -345,7 +347,7 @@ def _copied(batch: Any) -> Any:
 def _joined(parts: Sequence[PyTree], where: str) -> PyTree:
     """Concatenates the replicas' batches along dim 0; raises if other dims differ."""
 
-    def join(path: KeyPath, *leaves: Any) -> np.ndarray[Any, Any]:
+    def join(path: KeyPath, *leaves: Any) -> Any:
         if len({leaf.shape[1:] for leaf in leaves}) > 1:
             texts = " and ".join(dict.fromkeys(map(leaf_text, leaves)))
             raise ArgumentError(
@@ -353,6 +355,9 @@ def _joined(parts: Sequence[PyTree], where: str) -> PyTree:
                 f"{path_text(path, 'batch')} is {texts}. Only dim 0, the number of examples, may differ "
                 "between replicas: pad the other dims to one size."
             )
+        if all(map(is_key, leaves)):
+            with outside_mesh():
+                return jnp.concatenate(leaves)
         return np.concatenate(leaves)
 
     return jax.tree.map_with_path(join, *parts)

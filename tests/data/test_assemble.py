@@ -121,10 +121,14 @@ def test_jax_arrays_elsewhere_are_placed(rows: Any, in_scope: bool):
         assert np.concatenate(list(real_parts(leaf))).tolist() == list(range(rows))
 
 
-def test_random_keys_are_batches_too():
-    """An array of PRNG keys is split and padded like any other JAX array."""
+@pytest.mark.parametrize("is_per_replica", [False, True])
+def test_random_keys_are_batches_too(is_per_replica: bool):
+    """An array of PRNG keys is split and padded like any other JAX array, or joined."""
     keys = jax.random.split(jax.random.key(0), 3)
     element = first(keys)
+    if is_per_replica:
+        distribute_from = dj.MirroredStrategy([0, 1]).distribute_datasets_from_function
+        (element,) = distribute_from(lambda context: [keys[:2], keys[2:]])
     assert element.counts == (2, 1)
     joined = jnp.concatenate([jax.random.key_data(part) for part in element.values])
     np.testing.assert_array_equal(joined, jax.random.key_data(keys))
