@@ -97,8 +97,9 @@ class Runner:
         """Runs up to ``steps`` steps; in one program if the batches are full and of one signature."""
         options = checked_run_options(options)
         fn = unwrap_jit(fn)
+        # Without the lock: a thread that makes the batches may take a snapshot or run a step.
+        elements, error = take_batches(iterator, steps)
         with step_lock:
-            elements, error = take_batches(iterator, steps)
             batches = [self._flatten_arguments(element, {}, self._mesh) for element in elements]
             result = self._run_batches(fn, batches, steps, options)
         if error is not None:

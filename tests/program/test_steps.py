@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -106,6 +107,24 @@ def test_rows_of_a_partial_batch_on_one_replica_are_not_stacked():
     iterator = iter(one.distribute_dataset([np.ones(4, np.float32), np.ones(3, np.float32)]))
     with pytest.raises(ValueError, match="run_steps cannot stack results whose shapes differ"):
         one.run_steps(lambda x: x, iterator, steps=2)
+
+
+def test_a_thread_that_makes_the_batches_may_take_a_snapshot(s2: dj.MirroredStrategy):
+    """As actors do, whose episodes a learner waits for: both waited for each other."""
+    with s2.scope():
+        weight = nnx.Variable(jnp.zeros(()))
+
+    def step(x: jax.Array):
+        weight[...] += x
+
+    def batches(actor: ThreadPoolExecutor):
+        while True:
+            yield actor.submit(lambda: dj.snapshot(weight)[...] + 1).result(timeout=60)
+
+    with ThreadPoolExecutor(1) as actor:
+        for _ in range(2):
+            s2.run_steps(step, batches(actor), steps=2)
+    assert float(weight[...]) == 2 + 2 * 3
 
 
 @pytest.mark.parametrize("came", [0, 1, 2])
