@@ -82,7 +82,7 @@ class BoundProgram:
         self._donated_buffers: DonatedBuffers | None = None
         self._token: Any = None
         self._pending_outputs: list[list[Any]] = []
-        self._is_storing = False
+        self._storing: list[Any] | None = None
         self._fast_calls: dict[Any, Any] = {}
         self._all_mirrored = all(program.plan.mirrored)
         self._some_mirrored = any(program.plan.mirrored)
@@ -217,7 +217,11 @@ class BoundProgram:
         """Stores the outputs of a program after an exception, if the old state is not whole any more."""
         outputs = self._pending_outputs
         old = jax.tree.leaves(read_raw(self.outputs))
-        if outputs and (self._is_storing or any(map(is_donated, old))):
+        if (
+            self._storing is not None
+        ):  # not the outputs of the last program, which may have been a check
+            self.store(self._storing)
+        elif outputs and any(map(is_donated, old)):
             self.store(self._take_token(outputs[0]))
         self._pending_outputs = []
 
@@ -249,13 +253,13 @@ class BoundProgram:
         """Writes the new state into the variables and returns the arrays of the result."""
         if not self.inputs:
             return outs
-        self._is_storing, state = True, self.state_size
+        self._storing, state = outs, self.state_size
         self.last_state, self._read_only_state = [*outs[:state], *self._read_only_state], []
         if self.program.simple:
             write_raw(self.outputs, outs)
         else:
             self._store_nests(outs[:state])
-        self._pending_outputs, self._is_storing = [], False
+        self._pending_outputs, self._storing = [], None
         return outs[state:]
 
     def wrap(self, arrays: list[Any]) -> Any:

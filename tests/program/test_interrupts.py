@@ -166,6 +166,32 @@ def test_an_interrupt_at_every_instruction_leaves_the_state_as_before_or_after(
     assert check_interrupted_everywhere(strategy, kind) > 500
 
 
+def test_an_interrupt_stores_no_state_of_a_padding_check(s2: dj.Strategy):
+    """The last program that a check runs counts the padding as real rows."""
+    with s2.scope():
+        count = nnx.Variable({"nested": jnp.zeros(())})
+    (padded,) = s2.distribute_dataset([np.ones((11, 2), np.float32)])
+
+    def step(x: jax.Array) -> None:
+        del x
+        real = jnp.sort(dj.get_replica_context().batch_mask.astype(float)).sum()  # not proved
+        rows = dj.get_replica_context().all_reduce("sum", real)
+        count.set_value({"nested": count.get_value()["nested"] + rows})
+
+    def again() -> None:
+        for program in s2._runner.cache.programs.values():
+            program.padding.batches = 1  # the second is checked
+        s2.run(step, args=(padded,))
+
+    s2.run(step, args=(padded,))
+    done, outcomes, at = 11.0, set(), 1
+    while interrupted(again, at, frozenset({"store", "_store_nests"})):
+        now = float(count.get_value()["nested"])
+        outcomes.add(now - done)
+        done, at = now, at + 1
+    assert outcomes == {0.0, 11.0}
+
+
 @contextlib.contextmanager
 def alarms(raises: Callable[[int, Any], None]) -> Iterator[None]:
     """Sets the handler of SIGALRM for a block."""
