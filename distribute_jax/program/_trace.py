@@ -7,11 +7,12 @@ results. They are computed on the replicas and stored, and the step is traced ag
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import jax
 import jax.extend.core as jex_core
@@ -208,7 +209,8 @@ def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:
     shares = list(data) if data is not None else [call.share_of(v) for v in call.arguments.data]
     counts = [jax.ShapeDtypeStruct((num_replicas(call.mesh),), jnp.int32)] if masked else []
     recorder = _Recorder(call)
-    ids_before = set(map(id, jax.live_arrays()))
+    # An array that is deleted meanwhile drops out: a new one may get its id.
+    before = WeakValueDictionary((id(array), array) for array in jax.live_arrays())
     inside = jax.sharding.use_abstract_mesh(inside_replica(call.mesh))
     name = getattr(call.strategy, "axis_name", DATA)
     axes = [(axis, num_replicas(call.mesh)) for axis in dict.fromkeys((DATA, name))]
@@ -220,7 +222,7 @@ def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:
         jaxpr = RenamedAxis(name, DATA).closed(jaxpr)
     if recorder.rebuilt:
         jaxpr = recorder.without_rebuilt(jaxpr, len(jax.tree.leaves(raws)))
-    _check_constants(jaxpr, arrays, ids_before)
+    _check_constants(jaxpr, arrays, before)
     return recorder.traced(jaxpr, (raws, arrays, shares, counts))
 
 
@@ -416,8 +418,10 @@ Something kept them, such as functools.cache of a function that makes arrays. Ma
 NumPy."""
 
 
-def _check_constants(jaxpr: ClosedJaxpr, inputs: Sequence[Any], ids_before: set[int]) -> None:
-    """Raises if an array from before the trace would become a constant of the program.
+def _check_constants(
+    jaxpr: ClosedJaxpr, inputs: Sequence[Any], before: Mapping[int, jax.Array]
+) -> None:
+    """Raises if an array from ``before`` the trace would become a constant of the program.
 
     Arrays that were created during the trace are true constants; the ``inputs`` are captured arrays.
     """
@@ -430,7 +434,7 @@ def _check_constants(jaxpr: ClosedJaxpr, inputs: Sequence[Any], ids_before: set[
         if isinstance(constant, jax.Array)
         and id(constant) not in replaced
         # jax.live_arrays lists no key arrays; a key made in the step is traced, so not a constant.
-        and (id(constant) in ids_before or is_key(constant))
+        and (id(constant) in before or is_key(constant))
     ]
     if stale:
         raise StaleCaptureError(

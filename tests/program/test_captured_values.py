@@ -1072,6 +1072,21 @@ def test_another_weak_type_of_a_captured_array_is_another_program(s2: dj.Mirrore
     assert [y.dtype for y in s2.run(step, args=(x,))] == [jnp.bfloat16, jnp.float32]
 
 
+def test_an_array_made_in_the_step_with_the_id_of_a_deleted_one_is_no_captured_array(
+    s2: dj.MirroredStrategy,
+):
+    """Python reuses the memory, as of arrays that garbage collection deletes during the trace."""
+    old = deque(jnp.arange(3.0) * i for i in range(64))
+
+    def step() -> jax.Array:
+        old.clear()
+        with jax.ensure_compile_time_eval():
+            new = [jnp.arange(3.0) * i for i in range(32)]
+        return sum(new)
+
+    assert s2.run(step).tolist() == [0.0, 496.0, 992.0]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("holder", ["cell", "attribute", "item"])
 @pytest.mark.parametrize("first", [jnp.ones(3), np.ones(20_000)], ids=["jax", "numpy"])
