@@ -67,7 +67,8 @@ def record_step_thread() -> None:
 
 def other_thread_runs_steps() -> bool:
     """True if a thread other than this one has run steps, and may be running one now."""
-    return bool(_step_threads - {threading.get_ident()})
+    others = _step_threads - {threading.get_ident()}
+    return bool(others) and any(thread.ident in others for thread in threading.enumerate())
 
 
 @contextmanager

@@ -148,6 +148,14 @@ def test_without_a_new_value_a_read_is_a_donated_error(
             read()
 
 
+def test_a_thread_that_ran_steps_and_has_ended_copies_no_reads(s4: dj.Strategy) -> None:
+    """It runs no step any more, to which a variable could be donated meanwhile."""
+    with s4.scope():
+        v = dj.Variable(5.0)
+    in_another_thread(lambda: s4.run(lambda: v.assign_add(1.0)))
+    assert v[...] is v.get_raw_value()
+
+
 def test_a_source_in_the_prefetch_thread_may_not_take_a_snapshot() -> None:
     """It would wait for the loop, which waits for the source."""
     with _context.prefetching(), pytest.raises(RuntimeError, match="thread that reads ahead"):
