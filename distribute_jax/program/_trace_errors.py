@@ -298,7 +298,9 @@ def module_hint(error: Exception) -> str:
             modules.append(module)
             names = frame.f_code.co_varnames[1 : frame.f_code.co_argcount]
             inputs = [frame.f_locals.get(name) for name in names]
-    leaves = jax.tree_util.tree_leaves_with_path(inputs)
+    leaves: list[Any] = []
+    with suppress(ValueError):  # a dict whose keys cannot be sorted
+        leaves = jax.tree_util.tree_leaves_with_path(inputs)
     shapes = [f"{keystr(path[1:])} {leaf_text(x)}".strip() for path, x in leaves if is_array(x)]
     noted = any(note.startswith(_HAPPENED) for note in getattr(error, "__notes__", ()))
     if noted or not modules or not shapes or isinstance(error, DistributeError):

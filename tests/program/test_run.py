@@ -495,6 +495,18 @@ def test_the_number_of_cached_programs_is_limited(
     assert s2._runner.programs() == 6
 
 
+def test_the_error_of_a_module_with_keys_that_cannot_be_sorted_is_raised(s2: dj.MirroredStrategy):
+    """The hint about its inputs was an error of JAX instead."""
+
+    class Fails(nnx.Module):
+        def __call__(self, inputs: dict[object, jax.Array]) -> None:
+            raise KeyError(f"no key {len(inputs)}")
+
+    module = Fails()
+    with pytest.raises(KeyError, match="no key 2"):
+        s2.run(lambda x: module({1: x, "b": x}), args=(1.0,))
+
+
 def test_an_error_in_a_step_is_raised_and_leaves_state_unchanged(s2: dj.MirroredStrategy):
     """It was not compiled, so that five times bring no warning of that."""
     model = built(s2)
