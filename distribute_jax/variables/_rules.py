@@ -22,6 +22,7 @@ from distribute_jax._mesh import (
     local_copy_of_replicated,
     num_replicas,
     put,
+    replicas_per_device,
     split_sharding,
 )
 from distribute_jax._messages import check_int_range, check_not_masked, on_bits
@@ -269,12 +270,12 @@ def first_replica(value: jax.Array) -> jax.Array:
     return on_bits(first, value)
 
 
-def cores_of(mirrored: jax.Array) -> int:
-    """Returns the number of devices that have one replica's copy of a mirrored value."""
+def devices_and_replicas(mirrored: jax.Array) -> tuple[int, int]:
+    """Returns on how many devices each replica has a mirrored value, and how many replicas share one."""
     mesh = getattr(mirrored.sharding, "mesh", None)
     if isinstance(mesh, Mesh) and DATA in mesh.axis_names:
-        return cores_per_replica(mesh)
-    return 1
+        return cores_per_replica(mesh), replicas_per_device(mesh)
+    return 1, 1
 
 
 def place(stacked: Any, mesh: Mesh) -> Any:

@@ -210,11 +210,14 @@ class Variable(nnx.Variable[Any]):
             return PerReplica(raw, mesh).values
         if isinstance(raw, PerReplica):  # a step returned the variable
             return raw.values
+        cores, each = _rules.devices_and_replicas(raw)
         with outside_mesh():
             # If a replica has several cores, the copy of the first one.
-            shards = replicated(raw).addressable_shards[:: _rules.cores_of(raw)]
+            shards = [
+                s.data for s in replicated(raw).addressable_shards[::cores] for _ in range(each)
+            ]
             # Copies: a shard would be deleted with the array that the next step donates.
-            return tuple(uncommitted(jnp.copy(shard.data)) for shard in shards)
+            return tuple(uncommitted(jnp.copy(shard)) for shard in shards)
 
     @property
     def component_names(self) -> tuple[str, ...]:
@@ -224,7 +227,8 @@ class Variable(nnx.Variable[Any]):
             replicas = self._components()
         else:
             raw = self._raw()
-            replicas = len(raw.sharding.device_set) // _rules.cores_of(raw)
+            cores, each = _rules.devices_and_replicas(raw)
+            replicas = len(raw.sharding.device_set) // cores * each
         return (self.name, *(f"{self.name}/replica_{i}" for i in range(1, replicas)))
 
     def _require_all_components(self, what: str) -> None:

@@ -226,6 +226,19 @@ def test_each_replica_has_its_id_its_part_and_its_variables():
     assert float(seen[...]) == 15
 
 
+def test_a_mirrored_variable_has_a_component_for_each_replica():
+    """Outside of run as in merge_call."""
+    strategy = several(2, 2)
+    with strategy.scope():
+        v = dj.Variable(7.0, name="v")
+    names = ("v", "v/replica_1", "v/replica_2", "v/replica_3")
+    assert ([float(x) for x in v.values], v.component_names) == ([7.0] * 4, names)
+    seen = strategy.run(
+        lambda: dj.get_replica_context().merge_call(lambda _: (len(v.values), v.component_names))
+    )
+    assert seen == (4, names)
+
+
 def test_collectives_compute_the_numbers_of_several_devices():
     """Sums, extremes, gathered arrays and their gradients are those of as many devices."""
 
