@@ -132,16 +132,16 @@ def check_arrays(binding: Binding, *more: type) -> None:
 
 def _check_one_strategy(binding: Binding, raws: list[Any], mesh: Mesh) -> None:
     """Raises MixedStrategiesError for state on the devices of another strategy."""
-    mixed = {}
+    mixed, here = {}, _devices(mesh)
     for name, raw in zip(binding.names, raws, strict=True):
         for leaf in jax.tree.leaves(raw):
             to = leaf.sharding if isinstance(leaf, jax.Array) else None
             other = to.mesh if isinstance(to, NamedSharding) and to.mesh.size > 1 else mesh
-            if _devices(other) != _devices(mesh):
-                mixed[name] = f"{name}: stored on {_devices(other)}"
+            if other is not mesh and (there := _devices(other)) != here:
+                mixed[name] = f"{name}: stored on {there}"
     if mixed:
         lines = listed(list(mixed.values()))
-        raise MixedStrategiesError(_MIXED.format(mesh=_devices(mesh), lines=lines))
+        raise MixedStrategiesError(_MIXED.format(mesh=here, lines=lines))
 
 
 def _devices(mesh: Any) -> str:
