@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 from distribute_jax._checks import check_int, check_optional, converting, refuse
 from distribute_jax._errors import ArgumentError, log_once
@@ -15,8 +15,6 @@ from distribute_jax.training._batches import Batches, Keys, arrays_of, dataset_o
 from distribute_jax.training._progress import progress
 from distribute_jax.training._trainer import warn_of_early_end
 from distribute_jax.training.callbacks._callback import CallbackList, History
-
-_LISTS = (list, tuple, set, range)
 
 
 @dataclass(eq=False)
@@ -48,7 +46,7 @@ class Fit:
         for name in ("steps_per_epoch", "validation_steps", "validation_batch_size"):
             check_optional(check_int, f"fit({name})", getattr(self, name))
         freq = self.validation_freq
-        for number in freq if isinstance(freq, _LISTS) else [freq]:
+        for number in freq if isinstance(freq, (list, tuple, set, range)) else [freq]:
             check_int("fit(validation_freq), or each epoch of its list,", number)
         self.validation_keys = self.keys
         self.class_weights = class_weights(self.class_weight)
@@ -173,7 +171,10 @@ class Fit:
             warn_of_early_end("training", steps * (epoch - self.initial_epoch) + done, requested)
             self.model.stop_training = True
         freq = self.validation_freq
-        is_due = epoch + 1 in freq if isinstance(freq, _LISTS) else (epoch + 1) % freq == 0
+        if isinstance(freq, SupportsIndex):
+            is_due = (epoch + 1) % operator.index(freq) == 0
+        else:
+            is_due = epoch + 1 in freq
         if self.validation is not None and is_due:
             steps, batches = self.validation_steps, self._validating
             # An iterator cannot start again: as in Keras the next validation continues with it.
