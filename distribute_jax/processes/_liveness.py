@@ -58,6 +58,8 @@ heartbeats, and the latest actions of process 0."""
 _FINISHED, _FAILED, _SILENT = "left/", "failed", "silent/"
 _HUNG = "hung/"
 """Messages of processes that made no progress."""
+_STACKS = 2 if sys.__stderr__ else os.open(os.devnull, os.O_WRONLY)
+"""The descriptor to which stacks are written: the program may have replaced ``sys.stderr``."""
 _WAITED_FOR_ANOTHER = ("JaxRuntimeError", "StepFailedError", "DeadlineExceededError")
 """Errors that a process may have because it waited for another."""
 
@@ -370,7 +372,7 @@ class Watchdog:
         while not self._stop.wait(seconds):
             # Twice as long, so that this thread, if it can run, is first with its message.
             limit = 2 * self._job.options.step_seconds + seconds
-            faulthandler.dump_traceback_later(limit, exit=True)
+            faulthandler.dump_traceback_later(limit, exit=True, file=_STACKS)
             try:
                 self._send_heartbeat()
                 self._check()
@@ -452,4 +454,4 @@ def _failure_text(failure: str, step: int) -> str:
 
 def _dump_stacks() -> None:
     say("the stacks of all threads follow.")
-    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    faulthandler.dump_traceback(file=_STACKS, all_threads=True)

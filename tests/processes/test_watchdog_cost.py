@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from distribute_jax.processes import ClusterOptions, Job
+import io
+import sys
+import time
+
+from distribute_jax.processes import ClusterOptions, Job, _liveness
 from distribute_jax.processes._liveness import Watchdog, tick
 from distribute_jax.processes._status import Activity
 
@@ -47,6 +51,19 @@ def test_256_watchdogs_take_at_most_5_percent_of_a_core():
     assert 256 * 2 / tick(job) * SECONDS_OF_A_REQUEST <= 0.0525
     assert tick(job_of(1, 32, job.store)) == 0.5
     assert tick(job) < job.options.heartbeat_seconds / 3
+
+
+def test_a_watchdog_runs_although_the_program_replaced_stderr(monkeypatch):
+    """What copies it into a log may have no descriptor, without which faulthandler raises."""
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(_liveness, "_MIN_TICK_SECONDS", 0.01)
+    store, end = Counted(), time.monotonic() + 10
+    watchdog = Watchdog(job_of(1, 2, store), Activity())
+    watchdog.start()
+    while store.requests < 9 and time.monotonic() < end:
+        time.sleep(0.01)
+    watchdog.stop()
+    assert store.requests >= 9
 
 
 def test_process_0_reports_missed_heartbeats_and_withdraws_the_report(monkeypatch, capfd):
