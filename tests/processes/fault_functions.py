@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import time
 
 import jax
@@ -51,6 +52,7 @@ def loop(steps):
     for number in range(steps):
         print(f"step {number} at {time.time():.3f}", flush=True)
         if number == 5 and jax.process_index() == 1 and os.environ.get("BAD_BATCH"):
+            sys.excepthook = eval(os.environ["BAD_BATCH"])
             raise ValueError("bad batch")
         if number == 5 and jax.process_index() == 1 and os.environ.get("EARLY"):
             return "left"

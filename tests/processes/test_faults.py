@@ -43,9 +43,10 @@ def ended_within(results: list[ProcessResult], limit: float) -> None:
     assert not any(result.ended_by_cluster for result in results), "a process did not end by itself"
 
 
-def test_an_exception_ends_all_processes_with_its_text():
-    """The error is the last output, and the other process names the one that raised it."""
-    results = run(fault_functions.loop, 50, environment={"BAD_BATCH": "1"})
+@pytest.mark.parametrize("hook", ["sys.excepthook", "sys.__excepthook__"])
+def test_an_exception_ends_all_processes_with_its_text(hook):
+    """The error is the last output, and the other process names it, also if a package set another hook."""
+    results = run(fault_functions.loop, 50, environment={"BAD_BATCH": hook})
     ended_within(results, 2.0)
     assert [r.exit_code for r in results] == [44, 1]
     assert results[1].stderr.strip().endswith("ValueError: bad batch")
