@@ -320,6 +320,8 @@ class ExitHandler:
                 announce_failure(self._job, call)
         if self._code:
             exit_process(self._job, self._code)
+        if not jax.distributed.is_initialized():  # the program has shut it down
+            return
         try:
             self._await_others()
         except KeyboardInterrupt:
@@ -371,11 +373,10 @@ class Watchdog:
         self._stop.set()
         for thread in self._threads:
             thread.join()
-        faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
         seconds = tick(self._job)
-        while not self._stop.wait(seconds):
+        while not self._stop.wait(seconds) and jax.distributed.is_initialized():
             # Twice as long, so that this thread, if it can run, is first with its message.
             limit = 2 * self._job.options.step_seconds + seconds
             faulthandler.dump_traceback_later(limit, exit=True, file=_STACKS)
@@ -384,11 +385,13 @@ class Watchdog:
                 self._check()
                 self._answers += 1
             except jax.errors.JaxRuntimeError as error:
-                if self._stop.is_set():
-                    return
+                if self._stop.is_set() or not jax.distributed.is_initialized():
+                    break
                 first = str(error).split("\n", 1)[0]
                 message = f"{self._job.name_of(0)} cannot be reached any more: {first}"
                 exit_process(self._job, OTHER_FAILED, message)
+        self._stop.set()  # also where the program itself has called jax.distributed.shutdown
+        faulthandler.cancel_dump_traceback_later()
 
     def _watch_process_0(self) -> None:
         seconds, answers, is_reported = 0.0, self._answers, False

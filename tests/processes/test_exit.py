@@ -78,6 +78,14 @@ def caught_exits_are_none():
     return "through"
 
 
+def shuts_down():
+    """Ends the service of JAX by itself, and works on."""
+    fault_functions.make_strategy().barrier("end")
+    jax.distributed.shutdown()
+    time.sleep(2)
+    return "through"
+
+
 def interrupted_at_its_end(process):
     """One process gets Ctrl-C when it has finished, while the other one still works."""
     strategy = fault_functions.make_strategy()
@@ -174,9 +182,10 @@ def test_the_end_of_a_forked_child_is_none_of_the_job(error, code):
 
 
 @pytest.mark.exhaustive
-def test_a_sys_exit_that_is_caught_is_ignored():
-    """A program that catches its ``SystemExit`` ends with 0."""
-    results = run(caught_exits_are_none)
+@pytest.mark.parametrize("program", [caught_exits_are_none, shuts_down])
+def test_what_ends_no_program_is_ignored(program):
+    """One that catches its ``SystemExit``, or calls ``jax.distributed.shutdown``, ends with 0."""
+    results = run(program)
     assert [(r.exit_code, r.value) for r in results] == [(0, "through")] * 2
 
 
