@@ -27,8 +27,6 @@ class Frame:
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
-        self.permanent: Frame | None = None
-        """The frame that ``experimental_set_strategy`` has entered."""
 
 
 stack = _Stack()

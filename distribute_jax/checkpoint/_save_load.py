@@ -104,12 +104,10 @@ def load(path: str | os.PathLike[str], tree: Any, *, partial: bool = False) -> A
 
 
 def _directory_and_name(method: str, path: str | os.PathLike[str]) -> tuple[Directory, str]:
-    whole = str(directory_of(method, path))
-    parent, name = os.path.split(whole)
-    if _is_url(whole) and not _is_url(parent):
-        raise ArgumentError(
-            f"{method} got {whole!r}. Give a folder in that store: '{whole}/model'."
-        )
+    text = str(directory_of(method, path))
+    parent, name = os.path.split(text)
+    if _is_url(text) and not _is_url(parent):
+        raise ArgumentError(f"{method} got {text!r}. Give a folder in that store: '{text}/model'.")
     return directory_of(method, parent), name
 
 

@@ -217,9 +217,8 @@ class BoundProgram:
         """Stores the outputs of a program after an exception, if the old state is not whole any more."""
         outputs = self._pending_outputs
         old = jax.tree.leaves(read_raw(self.outputs))
-        if (
-            self._storing is not None
-        ):  # not the outputs of the last program, which may have been a check
+        # The last program may have been a check, whose outputs are not those that were being stored.
+        if self._storing is not None:
             self.store(self._storing)
         elif outputs and any(map(is_donated, old)):
             self.store(self._take_token(outputs[0]))

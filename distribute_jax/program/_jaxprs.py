@@ -93,20 +93,15 @@ class RenamedAxis:
         self._old, self._new = old, new
         self._known: dict[int, tuple[Any, Any]] = {}
 
-    def closed(self, closed: Any) -> Any:
-        """Returns a closed jaxpr with the new name."""
-        return self._once(closed, lambda: closed.replace(jaxpr=self._jaxpr(closed.jaxpr)))
-
-    def _jaxpr(self, jaxpr: Any) -> Any:
-        def renamed() -> Any:
-            eqns = [kept for eqn in jaxpr.eqns if (kept := self.equation(eqn)) is not None]
-            return jaxpr.replace(eqns=eqns, effects=self.effects(jaxpr))
-
-        return self._once(jaxpr, renamed)
-
-    def _once(self, body: Any, rename: Callable[[], Any]) -> Any:
+    def body(self, body: Any) -> Any:
+        """Returns a jaxpr, open or closed, with the new name."""
         if id(body) not in self._known:
-            self._known[id(body)] = body, rename()  # the reference keeps the id from being reused
+            if (inside := open_jaxpr(body)) is not body:
+                new = body.replace(jaxpr=self.body(inside))
+            else:
+                eqns = [kept for eqn in body.eqns if (kept := self.equation(eqn)) is not None]
+                new = body.replace(eqns=eqns, effects=self.effects(body))
+            self._known[id(body)] = body, new  # the reference keeps the id from being reused
         return self._known[id(body)][1]
 
     def equation(self, eqn: Any) -> Any:
@@ -128,9 +123,7 @@ class RenamedAxis:
         return self._new if name == self._old else name
 
     def _inner(self, value: Any) -> Any:
-        if isinstance(value, ClosedJaxpr):
-            return self.closed(value)
-        return self._jaxpr(value) if isinstance(value, Jaxpr) else value
+        return self.body(value) if isinstance(value, (Jaxpr, ClosedJaxpr)) else value
 
 
 def names_axis(eqn: Any, axis: str) -> bool:
@@ -144,7 +137,7 @@ def names_axis(eqn: Any, axis: str) -> bool:
 
 def without_axis(body: Any) -> Any:
     """Returns the program of a single replica without the axis of the replicas."""
-    return _WithoutAxis().closed(body)
+    return _WithoutAxis().body(body)
 
 
 class _WithoutAxis(RenamedAxis):

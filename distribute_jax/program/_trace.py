@@ -219,7 +219,7 @@ def trace(call: Call, data: Sequence[Any] | None = None) -> Traced:
             raws, [abstract(array) for array in arrays], shares, counts
         )
     if name != DATA:
-        jaxpr = RenamedAxis(name, DATA).closed(jaxpr)
+        jaxpr = RenamedAxis(name, DATA).body(jaxpr)
     if recorder.rebuilt:
         jaxpr = recorder.without_rebuilt(jaxpr, len(jax.tree.leaves(raws)))
     _check_constants(jaxpr, arrays, before)

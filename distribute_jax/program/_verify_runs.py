@@ -128,7 +128,7 @@ def without_prints(traced: Traced) -> Traced:
     """Returns a step without ``jax.debug.print`` and its like; the same step if there are none."""
     if PRINTS.isdisjoint(eqn.primitive.name for eqn in equations(traced.jaxpr.jaxpr)):
         return traced
-    return replace(traced, jaxpr=_WithoutPrints(DATA, DATA).closed(traced.jaxpr))
+    return replace(traced, jaxpr=_WithoutPrints(DATA, DATA).body(traced.jaxpr))
 
 
 def with_equal_masks(traced: Traced) -> Traced:
@@ -139,7 +139,7 @@ def with_equal_masks(traced: Traced) -> Traced:
     outs = walk.run(closed, [_DATA] * len(closed.jaxpr.invars))
     if not walk.only_masks or any(mark & _DRAWN for mark in outs):
         return traced
-    return replace(traced, jaxpr=_FixedDraws(_mask).closed(closed), drawn=())
+    return replace(traced, jaxpr=_FixedDraws(_mask).body(closed), drawn=())
 
 
 def with_equal_draws(call: Call, traced: Traced, like: tuple[Any, ...] | None = None) -> Traced:
@@ -166,7 +166,7 @@ def with_equal_draws(call: Call, traced: Traced, like: tuple[Any, ...] | None = 
         return traced
     pairs = zip(drawn, like or shapes, strict=True)
     known = {id(eqn): (number, shape) for number, (eqn, (shape, _)) in enumerate(pairs)}
-    jaxpr = _FixedDraws(lambda eqn: _of_rows(*known[id(eqn)], eqn.outvars[0].aval)).closed(closed)
+    jaxpr = _FixedDraws(lambda eqn: _of_rows(*known[id(eqn)], eqn.outvars[0].aval)).body(closed)
     return replace(traced, jaxpr=jaxpr, drawn=shapes)
 
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 
 import jax
 
 from distribute_jax import _frames
 from distribute_jax._errors import ContextError
-from distribute_jax._interrupts import interrupts_held_back
 from distribute_jax._mesh import replica_mesh
 from distribute_jax.program import ReplicaContext
 from distribute_jax.strategies._base import Strategy
+from distribute_jax.strategies._scope import Scope
+
+
+class _OfThread(threading.local):
+    scope: Scope | None = None
+    """The scope that ``experimental_set_strategy`` has entered."""
+
+
+_permanent = _OfThread()
 
 
 def get_strategy() -> Strategy:
@@ -95,18 +104,16 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Source: https://www.tensorflow.org/api_docs/python/tf/distribute/experimental_set_strategy
     """
-    top = _frames.entered()
-    if top is not None and top is not _frames.stack.permanent:
+    if _permanent.scope is not None and _permanent.scope.is_current():
+        _permanent.scope.__exit__(None, None, None)
+    elif _frames.entered() is not None:
         raise ContextError(
             "experimental_set_strategy was called inside a strategy scope. Must not be called inside "
             "a `with strategy.scope():` block or a function given to run: leave it first."
         )
-    if top is not None:
-        with interrupts_held_back():
-            _frames.pop(top)
     if strategy is not None:
-        strategy.scope().__enter__()
-        _frames.stack.permanent = _frames.entered()
+        _permanent.scope = strategy.scope()
+        _permanent.scope.__enter__()
 
 
 class DefaultStrategy(Strategy):

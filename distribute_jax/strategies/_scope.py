@@ -66,6 +66,10 @@ class Scope:
         _frames.push(frame)
         return frame
 
+    def is_current(self) -> bool:
+        """True if this scope is the innermost one of this thread."""
+        return bool(self._entered) and _frames.entered() is self._entered[-1]
+
     def __exit__(self, *error: Any) -> None:
         if isinstance(error[1], ValueError) and str(error[1]).startswith("Resource axis"):
             error[1].add_note(_LOGICAL)

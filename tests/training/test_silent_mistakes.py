@@ -112,7 +112,7 @@ def of_another(strategy: dj.Strategy) -> None:
     in_step(strategy, step, X)
 
 
-def of_share(strategy: dj.Strategy, size: Any = np.int64(8)) -> None:
+def of_share(strategy: dj.Strategy, size: Any) -> None:
     """Divides by the batch of one replica, although ``dj.Optimizer`` sums."""
     with strategy.scope():
         module = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
@@ -168,7 +168,9 @@ LOGGED: dict[str, tuple[Callable[[dj.Strategy], Any], str]] = {
     "a layer of Keras": (freezes, "module.layers.0.trainable = False freezes no weights"),
     "a new entry of a dict": (forgets, "step changes args[0]['w'], which it got as an argument"),
     "the model outside of the loss": (of_another, "gets gradients that are all zero"),
-    "the batch of one replica": (of_share, "the gradients are 2 times too large"),
+    "the batch of one replica": (
+        lambda s: of_share(s, np.int64(8)), "the gradients are 2 times too large"
+    ),
     "a state that is not returned": (drops, "is lost unless the step returns it"),
     "an initial epoch behind the last": (
         lambda s: model(s).fit(X, Y, epochs=2, initial_epoch=2, verbose=0), "trains nothing"
