@@ -272,7 +272,7 @@ def _operands(eqn: Any, rows: Rows | RowIds) -> list[Any] | None:
     if kind == "scatter-add" and isinstance(rows, RowIds) and takes_rows(eqn):
         return [rows, None, None]
     if kind in ELEMENTWISE or kind == "select_n":
-        fits = all(shape in ((), out) for shape in shapes)
+        fits = all(not shape or (len(shape), shape[0]) == (len(out), out[0]) for shape in shapes)
         return [rows if shape else None for shape in shapes] if fits else None
     same = bool(shapes and shapes[0]) and shapes[0][0] == out[0]
     if kind == "broadcast_in_dim":
