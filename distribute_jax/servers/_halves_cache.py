@@ -20,7 +20,7 @@ from distribute_jax.program._binding import (
     copy_contents,
     step_lock,
 )
-from distribute_jax.program._cache import Request
+from distribute_jax.program._cache import Recompilations, Request
 from distribute_jax.program._capture import captures, unwrap_jit
 from distribute_jax.program._options import RunOptions, checked_run_options
 from distribute_jax.program._results import rebuild
@@ -95,6 +95,7 @@ class HalvesCache:
     partitioner: Callable[..., Any] | None
     sparse: str | None
     _bound: dict[Any, list[BoundHalves]] = field(default_factory=dict)
+    _recompilations: Recompilations = field(default_factory=Recompilations)
 
     def bound(
         self,
@@ -133,6 +134,7 @@ class HalvesCache:
             call = Call(fn, binding, arguments, self.strategy, self.mesh)
             how = self.stored.known(binding), self.partitioner, of_workers, self.sparse
             halves = build_halves(call, options, self.servers, *how)
+        self._recompilations.note(fn, binding, arguments)
         bound = BoundHalves(name, halves, Binding(fn, arguments))
         self.stored.load(bound)
         return bound

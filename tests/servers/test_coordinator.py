@@ -881,6 +881,16 @@ def test_rescheduling_a_function_skips_the_lookup_but_sees_changes(
     assert coordinator.fetch(values) == [2, 2, 2, 10, 15, 20, 30, 42]
 
 
+def test_a_function_that_is_compiled_again_and_again_is_reported() -> None:
+    """As by ``run``: with the name of what changes."""
+    _, coordinator = of_servers()
+    with pytest.warns(
+        UserWarning, match=r"compiled 5 times. What changed last: factor \(3 then 4\)"
+    ):
+        for factor in range(5):
+            coordinator.schedule(lambda: jnp.ones(()) * factor)  # noqa: B023
+
+
 def test_a_join_of_another_thread_while_a_function_is_scheduled_reverts_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
