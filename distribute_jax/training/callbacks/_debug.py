@@ -353,9 +353,11 @@ class LossSpike(Callback):
             self._pending_counts.append(copy_counts(self._losses.guard.counts))
         self._roll_back(0)
         self.spikes = self._losses.guard.skipped
-        is_unused = np.isnan(on_host(self._losses.losses.get_raw_value())).all()
-        if is_unused and self.params["batches"] and not self.spikes:
-            log_once(_NO_LOSS)
+        losses = on_host(self._losses.losses.get_raw_value())
+        if self.params["batches"] and not self.spikes and np.isnan(losses).all():
+            log_once(
+                "LossSpike has seen no loss: train_step does not call super().train_step(batch)."
+            )
 
     def _roll_back(self, behind: int) -> bool:
         """Rolls back, and returns True, if there was a spike before the last ``behind`` dispatches."""
@@ -370,12 +372,6 @@ class LossSpike(Callback):
     def _release(self) -> None:
         if self.model is not None and self.model._trainer is not None:
             self.model.trainer.setup.tracker.spikes = None
-
-
-_NO_LOSS = (
-    "LossSpike has seen no loss, since the train_step of the model does not call super().train_step(batch), "
-    "so no batch was skipped."
-)
 
 
 class LossWindow(nnx.Module):
