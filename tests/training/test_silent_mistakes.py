@@ -158,6 +158,10 @@ LOGGED: dict[str, tuple[Callable[[dj.Strategy], Any], str]] = {
         lambda s: model(s, Reporting, verify="first").fit(X, Y, 8, verbose=0),
         "train_step returned result['size'], a mean over",
     ),
+    "a loss that no callback sees": (
+        lambda s: model(s, Reporting).fit(X, Y, verbose=0, callbacks=[dj.callbacks.LossSpike()]),
+        "LossSpike has seen no loss",
+    ),
     "a hook's name": (lambda s: fit(Typo()), "Did you mean 'on_epoch_"),
     "Lightning's step": (lambda s: foreign(), "is never called: write train_step(self, batch)"),
     "an addition to what is summed": (adds, "variable is written as its old value plus something"),

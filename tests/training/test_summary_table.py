@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from importlib.util import find_spec
@@ -31,9 +32,9 @@ class Net(nnx.Module):
         return self.dropout(self.blocks[0](self.first(x))) * self.scale
 
 
-def table(strategy: dj.Strategy, **options: Any) -> list[str]:
+def table(strategy: dj.Strategy, net: Any = Net, **options: Any) -> list[str]:
     with strategy.scope():
-        model = dj.Model(Net(nnx.Rngs(0)))
+        model = dj.Model(net(rngs=nnx.Rngs(0)))
     texts: list[str] = []
     model.summary(print_fn=texts.append, **options)
     (text,) = texts
@@ -76,11 +77,8 @@ class Pooled(nnx.Linear):
 
 
 def test_the_output_of_a_subclass_is_not_that_of_its_base(s4: dj.Strategy):
-    with s4.scope():
-        model = dj.Model(Pooled(3, 4, rngs=nnx.Rngs(0)))
-    texts: list[str] = []
-    model.summary(print_fn=texts.append, x=jnp.ones((5, 3)))
-    assert re.split("  +", texts[0].splitlines()[2])[2] == "(5,)"
+    lines = table(s4, functools.partial(Pooled, 3, 4), x=jnp.ones((5, 3)))
+    assert re.split("  +", lines[2])[2] == "(5,)"
 
 
 def test_other_processes_do_not_print(s4: dj.Strategy, monkeypatch: pytest.MonkeyPatch):

@@ -102,21 +102,6 @@ def test_a_fit_that_is_refused_leaves_no_detection_of_spikes() -> None:
     assert model.trainer.setup.tracker.spikes is None
 
 
-class OwnLoss(dj.Model):
-    def train_step(self, batch: Any) -> None:
-        x, y, _ = dj.unpack_x_y_sample_weight(batch)
-        loss = lambda m: dj.compute_average_loss((m(x) - y)[:, 0] ** 2)  # noqa: E731
-        self.optimizer.update(self.module, nnx.grad(loss)(self.module))
-
-
-def test_spikes_of_a_loss_that_is_not_seen_are_not_promised(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = compile_model(dj.MirroredStrategy([0, 1]), Net, OwnLoss)
-    fit_one_epoch(model, batches(2), LossSpike())
-    assert "LossSpike has seen no loss" in caplog.text
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_parameter_servers_skip_and_roll_back_as_one_device(policy: str) -> None:
