@@ -7,7 +7,7 @@ from typing import Any
 
 from distribute_jax._checks import check_choice, check_int
 from distribute_jax._errors import ArgumentError
-from distribute_jax._supervision import SAVED
+from distribute_jax._supervision import GRACE_SECONDS, SAVED
 from distribute_jax.checkpoint import CheckpointManager
 from distribute_jax.checkpoint._agreement import by_chief
 from distribute_jax.checkpoint._manager import delete_all, wait_locally
@@ -174,7 +174,7 @@ class BackupAndRestore(Callback):
             self._epoch, self._steps_before = tree["epoch"], tree["steps"] - tree["batch"]
         report_step(tree["steps"])
         if self.save_before_preemption:
-            self._preemption = Preemption(_GRACE_SECONDS)
+            self._preemption = Preemption(GRACE_SECONDS)
             self._preemption.__enter__()  # _release leaves it, also if this is interrupted
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -243,10 +243,6 @@ class BackupAndRestore(Callback):
         preemption, self._preemption = self._preemption, None
         if preemption is not None:
             preemption.__exit__(error, None, None)
-
-
-_GRACE_SECONDS = 30.0
-"""How long a process may take to save after SIGTERM."""
 
 
 class SaveSchedule:
