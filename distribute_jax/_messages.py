@@ -48,6 +48,10 @@ def error_text(error: BaseException) -> str:
     return " … ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
 
 
+def error_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error_text(error)}"
+
+
 def is_runtime_failure(error: BaseException) -> bool:
     """True if a program failed while it ran, rather than because of the types of its inputs.
 

@@ -39,7 +39,7 @@ from distribute_jax._mesh import (
     split_sharding,
     transfers_are_guarded,
 )
-from distribute_jax._messages import error_text, is_donated, is_key, leaf_text, on_bits
+from distribute_jax._messages import error_line, error_text, is_donated, is_key, leaf_text, on_bits
 
 
 class Layout(enum.Enum):
@@ -132,7 +132,7 @@ class DistributedValues(NotAnArray):
         except jax.errors.JaxRuntimeError as error:
             parts = f"unreadable, {step_of(self) or 'its step'} failed: {error_text(error)}"
         except Exception as error:
-            parts = f"unreadable, {type(error).__name__}: {error_text(error)}"
+            parts = f"unreadable, {error_line(error)}"
         return f"PerReplica:{{{parts}}}"
 
     def __getattr__(self, name: str) -> NoReturn:

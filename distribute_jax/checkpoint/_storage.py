@@ -22,7 +22,7 @@ from distribute_jax._errors import (
     CheckpointFileError,
     MissingPackageError,
 )
-from distribute_jax._messages import error_text
+from distribute_jax._messages import error_line, error_text
 from distribute_jax.checkpoint._manifest import ARRAYS, MANIFEST, check_files, digests
 
 try:
@@ -459,7 +459,7 @@ def _os_errors() -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error_text(error)}") from error
+        raise OSError(error_line(error)) from error
 
 
 Directory: TypeAlias = DiskDirectory | BucketDirectory

@@ -19,7 +19,7 @@ import jax
 from jax.sharding import Mesh
 
 from distribute_jax._errors import ArgumentError
-from distribute_jax._messages import error_text
+from distribute_jax._messages import error_line
 from distribute_jax.data._element import HostElement
 from distribute_jax.data._options import InputOptions, PartialPolicy
 from distribute_jax.data._split import Worker
@@ -123,7 +123,7 @@ class GlobalEpochEnd:
         if self.common:
             first, error = _take(elements, 1)
             digest = first[0].digest if first else None
-            announced = self._announce(error=_error_line(error), length=length, digest=digest)
+            announced = self._announce(error, length=length, digest=digest)
             _check_lengths([each.length for each in announced])
             _raise_failure(error, announced)
             elements = chain(first, elements)
@@ -140,7 +140,7 @@ class GlobalEpochEnd:
             start = time.perf_counter()
             local, error = _take(elements, requested)
             steps = [Step.of(element) for element in local]
-            announced = self._announce(steps=steps, seconds=seconds, error=_error_line(error))
+            announced = self._announce(error, steps=steps, seconds=seconds)
             if last is None:
                 _check_all_have_data(announced)
             _check_steps_match(announced, self.policy)
@@ -168,8 +168,9 @@ class GlobalEpochEnd:
             fitting = int(_TARGET_ROUND_SECONDS / slowest) if slowest else 1
             requested = min(max(fitting, 1), _MAX_STEPS_PER_ROUND)
 
-    def _announce(self, **fields: Any) -> list[Announcement]:
-        return [*map(Announcement.from_json, self.exchange(json.dumps(Announcement(**fields))))]
+    def _announce(self, error: BaseException | None, **fields: Any) -> list[Announcement]:
+        local = Announcement(error=None if error is None else error_line(error), **fields)
+        return [*map(Announcement.from_json, self.exchange(json.dumps(local)))]
 
     def _agreed_steps(self, announced: Sequence[Announcement]) -> int:
         lengths = [len(each.steps) for each in announced]
@@ -245,10 +246,6 @@ def _take(
     except BaseException as error:  # every error must reach the other processes
         return taken, error
     return taken, None
-
-
-def _error_line(error: BaseException | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error_text(error)}"
 
 
 _DIFFERENT_BATCHES = (

@@ -15,7 +15,7 @@ from typing import Self
 
 import jax
 
-from distribute_jax._messages import error_text
+from distribute_jax._messages import error_line
 from distribute_jax.processes._job import Job, current_job
 from distribute_jax.processes._liveness import announce_failure
 from distribute_jax.processes._signals import exit_process, replace_sigterm, say
@@ -130,7 +130,7 @@ class Preemption:
                 is_requested = watcher()
             except Exception as error:  # it may answer at the next poll
                 if not has_warned:
-                    text = f"{type(error).__name__}: {error_text(error)}"
+                    text = error_line(error)
                     _LOG.warning("A request to stop is not noticed at present: %s", text)
                 has_warned, is_requested = True, False
             if is_requested:

@@ -17,7 +17,7 @@ from flax import nnx
 
 from distribute_jax._errors import PaddingLeakError
 from distribute_jax._mesh import explicit_transfers, program_input
-from distribute_jax._messages import error_text, listed
+from distribute_jax._messages import error_line, error_text, listed
 from distribute_jax._padding import other_paddings, with_rows
 from distribute_jax._values import PerReplica
 from distribute_jax.program._arguments import Arguments
@@ -327,7 +327,7 @@ def _with_more_padding(call: Call, entry: BoundProgram, values: Sequence[Any]) -
         try:
             check.longer = build(longer, options, Replicas(call.mesh))
         except Exception as error:  # the step may not accept another size
-            why = f"{type(error).__name__}: {error_text(error)}"
+            why = error_line(error)
             _log.warning(_UNCHECKED, entry.step, f"it could not be traced with more rows ({why})")
         if check.longer is not None and _drawn(check.longer) != _drawn(entry.program):
             check.longer = None

@@ -13,10 +13,10 @@ from typing import Any, cast
 import jax
 
 from distribute_jax._errors import LoweringError, NotEqualError
-from distribute_jax._messages import leaf_text
+from distribute_jax._messages import error_line, leaf_text
 from distribute_jax.program import RunOptions
 from distribute_jax.strategies import Strategy
-from distribute_jax.testing._conformance import Check, Fact, Subject, _state, _values, error_line
+from distribute_jax.testing._conformance import Check, Fact, Subject, _state, _values
 from distribute_jax.testing._strategies import (
     Combination,
     check_subset,

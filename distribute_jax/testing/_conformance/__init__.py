@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from distribute_jax._errors import LoweringError
-from distribute_jax._messages import error_text, is_array, path_text
+from distribute_jax._messages import error_line, is_array, path_text
 from distribute_jax.program import RunOptions
 from distribute_jax.strategies import Strategy, get_replica_context
 
@@ -57,10 +57,6 @@ def _outcome(call: Callable[[], Any], kind: type[Exception] | None = None) -> st
             return kind.__name__
         return error_line(error)
     return "no error"
-
-
-def error_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error_text(error)}"
 
 
 @dataclass(frozen=True, eq=False)
