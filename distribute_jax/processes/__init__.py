@@ -13,7 +13,6 @@ from distribute_jax._lazy import lazy_exports
 from distribute_jax.processes._job import (
     ClusterOptions as ClusterOptions,
     Job as Job,
-    check_barrier as check_barrier,
     current_job as current_job,
     is_chief as is_chief,
     job_of as job_of,

@@ -116,6 +116,10 @@ class Job:
         return result["texts"]
 
     def barrier(self, name: str, seconds: float | None = None) -> None:
+        """Waits for all processes; its arguments are the user's."""
+        if not name:
+            refuse("strategy.barrier: name", "a non-empty str", name)
+        check_optional(check_number, "strategy.barrier: timeout", seconds)
         self.exchange(f"barrier {name}", "", seconds)
 
     def _collect(self, folder: str, local: str, seconds: float) -> str:
@@ -191,9 +195,3 @@ def is_chief() -> bool:
         True
     """
     return _current.index == 0
-
-
-def check_barrier(name: object, timeout: object) -> None:
-    if not name:
-        refuse("strategy.barrier: name", "a non-empty str", name)
-    check_optional(check_number, "strategy.barrier: timeout", timeout)

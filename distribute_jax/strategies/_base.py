@@ -20,7 +20,7 @@ from distribute_jax._messages import Kwargs, PyTree, StepFunction
 from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.collectives import ReduceOp
 from distribute_jax.collectives._reduction import reduce_op as as_reduce_op
-from distribute_jax.processes import check_barrier, job_of
+from distribute_jax.processes import job_of
 from distribute_jax.program import ParameterDevice, Replicas, Rules, Runner, RunOptions
 from distribute_jax.strategies._cross_replica import (
     gather_value,
@@ -423,7 +423,6 @@ class Strategy(InputMethods, ModelMethods, V1Methods):
             >>> dj.get_strategy().barrier("the data is downloaded", timeout=60)
         """
         self._enter_program("strategy.barrier")
-        check_barrier(name, timeout)
         job_of(self._mesh).barrier(name, timeout)
 
     def __copy__(self) -> NoReturn:
