@@ -73,7 +73,7 @@ class StatusWriter:
 
     def _write(self, field: slice, text: str) -> None:
         room = field.stop - field.start
-        self._memory[field] = text.encode()[: room - 1].ljust(room, b"\0")
+        self._memory[field] = text.encode(errors="replace")[: room - 1].ljust(room, b"\0")
 
 
 def _map(path: str | os.PathLike[str]) -> mmap.mmap:

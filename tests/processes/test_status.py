@@ -25,6 +25,8 @@ def test_the_last_status_is_read(tmp_path):
     assert read_status(path).step == 0
     writer.step(2**40)
     writer.phase("compiling ✓")
+    writer.error("ValueError: \udcff")  # as in the name of a file
+    assert read_status(path).error == "ValueError: ?"
     writer.error("ValueError: " + "é" * 5000)
     status = read_status(path)
     assert (status.step, status.phase) == (2**40, "compiling ✓")
