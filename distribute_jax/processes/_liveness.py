@@ -316,9 +316,9 @@ class ExitHandler:
         if code not in (0, SAVED) and not self._code:
             self._code = code
             status_writer().error(call)
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                announce_failure(self._job, call)
         if self._code:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # where _on_error could not
+                announce_failure(self._job, call or "an exception, which its output shows")
             exit_process(self._job, self._code)
         if not jax.distributed.is_initialized():  # the program has shut it down
             return

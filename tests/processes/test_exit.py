@@ -251,9 +251,14 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], tuple[
         monkeypatch.setattr(f"distribute_jax.processes._liveness.{name}", lambda *_: None)
     monkeypatch.setattr(_liveness, "_CAUSE_SECONDS", 0)
 
+    monkeypatch.setattr(_liveness, "exit_process", lambda *_: None)
+
     def fail(error: BaseException) -> tuple[str, str]:
-        _liveness.ExitHandler(job, None)._on_error(type(error), error, None)
-        return errors[-1], job.store["news/failed"]
+        handler = _liveness.ExitHandler(job, None)
+        with contextlib.suppress(IndexError):
+            handler._on_error(type(error), error, None)
+        handler._on_exit()
+        return "".join(errors[-1:]), job.store["news/failed"]
 
     return fail
 
@@ -272,3 +277,15 @@ def test_an_error_without_a_text_is_its_name_alone(failing: Any):
     assert text == "KeyboardInterrupt"
     assert "KeyboardInterrupt" in told
     assert "KeyboardInterrupt:" not in told
+
+
+class UnreadableError(Exception):
+    """As a class of the user may be."""
+
+    def __str__(self) -> str:
+        return self.args[1]
+
+
+def test_an_error_whose_text_cannot_be_read_is_announced(failing: Any):
+    """JAX would abort the others some seconds later."""
+    assert "an exception, which its output shows" in failing(UnreadableError())[1]
