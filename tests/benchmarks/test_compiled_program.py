@@ -11,7 +11,7 @@ import jax
 import pytest
 from cases import long
 
-from benchmarks._inside import compiled_of
+from benchmarks._inside import collectives_of, compiled_of
 from benchmarks._steps import mesh_of, mirrored, shard_map_parts
 from benchmarks._workloads import CNN, DEEP, MLP, RESNET50, TRANSFORMER, Workload, images
 
@@ -82,3 +82,25 @@ def test_a_step_that_does_more_is_distinguished() -> None:
     same = counted(hand_written(MLP, 4))
     differs = {name for name in same if changed[name] != same[name]}
     assert {"flops", "bytes accessed", "aliased buffers", "outputs"} <= differs
+
+
+LOOP = """\
+%sum (a: f32[]) -> f32[] {
+  ROOT %s = f32[] add(%a, %a)
+}
+
+%body (c: (s32[], f32[2,8])) -> (s32[], f32[2,8]) {
+  %g = (bf16[8]{0}, f32[2,8]{1,0}) all-gather(%x, %y), dimensions={1}, metadata={op_name="a"}
+  %r = f32[2]{0} reduce-scatter(%g), to_apply=%sum, metadata={op_name="all-gather(%x)"}
+}
+
+ENTRY %main (p: f32[2]) -> f32[2] {
+  %w = (s32[], f32[2,8]) while(%t), condition=%if, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %p = pred[5]{0} all-reduce(%w), to_apply=%sum
+}
+"""
+
+
+def test_a_collective_in_a_loop_counts_in_each_round() -> None:
+    found = set(collectives_of(LOOP))
+    assert found == {("all-gather", 3, 16 + 64), ("reduce-scatter", 3, 8), ("all-reduce", 1, 5)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks import scaling
 from benchmarks._benchmark import Row
 from benchmarks._harness import Ratio, calls_within, counted, in_turns, median_interval, ratio
 
@@ -63,3 +64,12 @@ def test_a_target_is_met_by_the_lower_end_of_enough_rounds(
 def test_what_is_counted_has_no_interval() -> None:
     assert str(counted(1.0)) == "1.00"
     assert str(Ratio(1.0, 0.9, 1.1, 30)) == "1.00 [0.90, 1.10]"
+
+
+def test_figures_of_scaling_follow_from_the_seconds() -> None:
+    """A step of 2 s by hand of which 1.5 s stay without its all-reduce, and 2.2 s under run."""
+    seconds = {scaling.RUN: [2.2] * 3, scaling.BY_HAND: [2.0] * 3, scaling.ALONE: [1.5] * 3}
+    found = scaling.figures(seconds, 11)
+    assert found["examples_per_s"] == pytest.approx(5.0)
+    assert found["collective"] == pytest.approx(0.25)
+    assert found["ratio"].median == pytest.approx(1.1)
