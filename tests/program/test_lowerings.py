@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from jax.experimental import io_callback
 from jax.sharding import NamedSharding, PartitionSpec
+from leaves import sum_on_read
 
 import distribute_jax as dj
 from distribute_jax.program._lowerings import FlatStep, StepShardings, compile_shard_map
@@ -241,11 +242,7 @@ def test_variables_with_components_keep_one_on_each_replica(kind: Any, lowering:
     """ON_READ components differ between replicas, so they are neither divided nor on one device."""
     strategy = kind([0, 1, 2, 3])
     with strategy.scope():
-        own = dj.Variable(
-            jnp.float32(10),
-            synchronization=dj.VariableSynchronization.ON_READ,
-            aggregation=dj.VariableAggregation.SUM,
-        )
+        own = sum_on_read(jnp.float32(10))
         shared = dj.Variable(jnp.float32(10), aggregation=dj.VariableAggregation.MEAN)
 
     def step() -> None:

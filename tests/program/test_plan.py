@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from leaves import sum_on_read
 
 import distribute_jax as dj
 from distribute_jax import _context
@@ -33,8 +34,7 @@ class Training:
                 nnx.Linear(256, 64, rngs=rngs),
             )  # fmt: skip
             self.optimizer = nnx.Optimizer(self.layers, optax.adam(1e-2), wrt=nnx.Param)
-            on_read, added = dj.VariableSynchronization.ON_READ, dj.VariableAggregation.SUM
-            self.seen = dj.Variable(jnp.zeros(1000), synchronization=on_read, aggregation=added)
+            self.seen = sum_on_read(jnp.zeros(1000))
         self.batch = next(iter(strategy.distribute_dataset([(X, X)])))
 
     def step(self, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -162,11 +162,7 @@ def test_a_step_that_makes_variables_is_planned(s2: dj.MirroredStrategy) -> None
 
         def __call__(self) -> None:
             if self.total is None:
-                on_read = dj.VariableSynchronization.ON_READ  # one value for each replica
-                added = dj.VariableAggregation.SUM
-                self.total = dj.Variable(
-                    jnp.zeros(1000), synchronization=on_read, aggregation=added
-                )
+                self.total = sum_on_read(jnp.zeros(1000))
             self.total.assign_add(jnp.ones(1000))
 
     counter = Counter()

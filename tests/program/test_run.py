@@ -757,8 +757,12 @@ def test_nothing_is_donated_twice(s2: dj.MirroredStrategy, way: str):
 
 
 @pytest.mark.filterwarnings("ignore:2 variables were made outside")
-@pytest.mark.parametrize("device", [0, 1])
-def test_an_array_from_outside_the_scope_is_not_donated(s2: dj.MirroredStrategy, device: int):
+@pytest.mark.parametrize(
+    ("kind", "device"),
+    [(dj.MirroredStrategy, 0), (dj.MirroredStrategy, 1), (dj.CentralStorageStrategy, 0)],
+)
+def test_an_array_from_outside_the_scope_is_not_donated(kind: type[dj.Strategy], device: int):
+    strategy = kind([0, 1])
     array = jax.device_put(jnp.ones(3), jax.devices()[device])
     first, second = nnx.Variable(array), nnx.Variable(array)
 
@@ -766,31 +770,16 @@ def test_an_array_from_outside_the_scope_is_not_donated(s2: dj.MirroredStrategy,
         first[...] += 1
         second[...] += 2
 
-    s2.run(step)
-    s2.run(step)
+    strategy.run(step)
+    strategy.run(step)
     assert (first[...].tolist(), second[...].tolist()) == ([3.0] * 3, [5.0] * 3)
     assert array.tolist() == [1.0] * 3
     first.set_value(array)
-    second.set_value(jax.device_put(array, NamedSharding(s2.mesh, PartitionSpec())))
-    s2.run(step)
+    second.set_value(jax.device_put(array, NamedSharding(strategy.mesh, PartitionSpec())))
+    strategy.run(step)
     assert (first[...].tolist(), second[...].tolist()) == ([2.0] * 3, [3.0] * 3)
-
-
-@pytest.mark.filterwarnings("ignore:2 variables were made outside")
-def test_state_on_one_device_is_not_donated_twice():
-    central = dj.CentralStorageStrategy(["cpu:0", "cpu:1"])
-    array = jnp.ones(3)
-    first, second = nnx.Variable(array), nnx.Variable(array)
-
-    def step():
-        first[...] += 1
-        second[...] += 2
-
-    central.run(step)
-    assert (first[...].tolist(), second[...].tolist()) == ([2.0] * 3, [3.0] * 3)
-    assert array.tolist() == [1.0] * 3
-    options = dj.RunOptions(donate_args=True)
-    sums = central.run(lambda a, b: (a + b, a * b), args=(array, array), options=options)
+    same, options = jnp.ones(3), dj.RunOptions(donate_args=True)
+    sums = strategy.run(lambda a, b: (a + b, a * b), args=(same, same), options=options)
     assert [x.tolist() for x in sums] == [[2.0] * 3, [1.0] * 3]
 
 

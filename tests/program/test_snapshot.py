@@ -64,41 +64,35 @@ def towards(model: nnx.Module, new: nnx.Module, share: Any) -> None:
 # Ways to use a copy: each takes an agent, a function that runs a step, and the batches.
 
 
-def averaged(agent: Agent, run: Run, batches: list[Any]) -> list[Any]:
+def averaged(
+    agent: Agent, run: Run, batches: list[Any], share: Callable[[Any], Any] = lambda _: 0.25
+) -> list[Any]:
     def step(agent: Agent, x: jax.Array, action: jax.Array) -> jax.Array:
         loss = learn(agent, x, action)
-        towards(agent.other, agent.model, 0.25)
+        towards(agent.other, agent.model, share(agent.steps[...]))
         return loss
 
     return [run(step, agent, *batch) for batch in batches]
 
 
 def copied_inside(agent: Agent, run: Run, batches: list[Any]) -> list[Any]:
-    def step(agent: Agent, x: jax.Array, action: jax.Array) -> jax.Array:
-        loss = learn(agent, x, action)
-        towards(agent.other, agent.model, jnp.where(agent.steps[...] % EVERY == 0, 1.0, 0.0))
-        return loss
-
-    return [run(step, agent, *batch) for batch in batches]
+    return averaged(agent, run, batches, lambda steps: jnp.where(steps % EVERY == 0, 1.0, 0.0))
 
 
-def copied_outside(agent: Agent, run: Run, batches: list[Any]) -> list[Any]:
+def copied_outside(
+    agent: Agent, run: Run, batches: list[Any], state_of: Callable[[Any], Any] = dj.snapshot
+) -> list[Any]:
     losses = []
     for i, batch in enumerate(batches):
         if i % EVERY == 0:
-            nnx.update(agent.other, dj.snapshot(agent.model))
+            nnx.update(agent.other, state_of(agent.model))
         losses.append(run(learn, agent, *batch))
     return losses
 
 
 def copied_outside_without_a_snapshot(agent: Agent, run: Run, batches: list[Any]) -> list[Any]:
     """Both models hold the same arrays, which the next step would donate twice."""
-    losses = []
-    for i, batch in enumerate(batches):
-        if i % EVERY == 0:
-            nnx.update(agent.other, nnx.state(agent.model))
-        losses.append(run(learn, agent, *batch))
-    return losses
+    return copied_outside(agent, run, batches, nnx.state)
 
 
 def best_kept(agent: Agent, run: Run, batches: list[Any]) -> list[Any]:

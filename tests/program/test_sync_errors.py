@@ -84,18 +84,6 @@ def test_weights_updated_from_unreduced_gradients_are_refused_by_name(
     s4.run(step, args=batch, options=dj.RunOptions(check_sync=False))
 
 
-def test_assume_mirrored_overrides_the_proof(
-    s4: dj.MirroredStrategy, batch: tuple[dj.PerReplica, ...]
-):
-    model, _ = model_and_optimizer(s4)
-
-    def step(x: jax.Array):
-        model.bias[...] = dj.assume_mirrored(jnp.sum(x) * 0 + 1) * jnp.ones(1)
-
-    s4.run(step, args=batch[:1])
-    assert model.bias[...].tolist() == [1.0]
-
-
 def test_a_weight_written_with_the_replica_id_is_refused(s4: dj.MirroredStrategy):
     model, _ = model_and_optimizer(s4)
 
@@ -273,17 +261,6 @@ def test_what_jax_cannot_run_on_one_replica_is_explained(
     (x,) = s4.distribute_dataset([np.arange(16.0)])
     with pytest.raises(dj.ArgumentError, match=f"(?s){step.__name__} {text}"):
         s4.run(step, args=(x,))
-
-
-def test_an_array_left_on_a_module_is_refused(s4: dj.MirroredStrategy):
-    model, _ = model_and_optimizer(s4)
-
-    def step():
-        model.last = nnx.data(jnp.ones(2) * 2)
-
-    with pytest.raises(ValueError, match=r"assigned last on Linear.*nnx\.Variable"):
-        s4.run(step)
-    assert not hasattr(model, "last")
 
 
 def test_a_cache_of_each_replica_is_kept_out_of_the_module(s4: dj.MirroredStrategy):

@@ -55,13 +55,20 @@ def losses(model: nnx.Linear, x: jax.Array, y: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(model(x), y)
 
 
-def mean_step(model: nnx.Linear, optimizer: Any) -> Callable[..., None]:
-    """The commonest mistake in a port: a loss with mean, and an optimizer that sums."""
+def step_of(
+    model: nnx.Linear, optimizer: Any, mean: Callable[..., jax.Array] = dj.compute_average_loss
+) -> Callable[..., None]:
+    """A step with a loss of each example, and an optimizer that sums."""
 
     def step(x: jax.Array, y: jax.Array) -> None:
-        optimizer.update(model, nnx.grad(lambda m: losses(m, x, y).mean())(model))
+        optimizer.update(model, nnx.grad(lambda m: mean(losses(m, x, y)))(model))
 
     return step
+
+
+def mean_step(model: nnx.Linear, optimizer: Any) -> Callable[..., None]:
+    """The commonest mistake in a port: a loss with mean, and an optimizer that sums."""
+    return step_of(model, optimizer, jnp.mean)
 
 
 def test_a_mean_with_an_optimizer_that_sums_is_found_at_the_first_call(s4: dj.MirroredStrategy):
@@ -91,11 +98,11 @@ def test_a_correct_step_is_compared_once_and_logs_nothing(
     model, optimizer = classifier(s4, optax.sgd(0.1))
     traces: list[int] = []
     note = traces.append  # a captured list would be compared, and make the step compile again
+    train = step_of(model, optimizer)
 
     def step(x: jax.Array, y: jax.Array) -> None:
         note(len(x))
-        gradients = nnx.grad(lambda m: dj.compute_average_loss(losses(m, x, y)))(model)
-        optimizer.update(model, gradients)
+        train(x, y)
 
     for size in (16, 8):
         iterator = iter(s4.distribute_dataset([(X[:size], Y[:size])] * 6))
@@ -121,8 +128,7 @@ def test_a_step_that_prints_is_compared_and_prints_once(s4: dj.MirroredStrategy,
 
         total, _ = jax.lax.scan(again, jnp.zeros(()), x)
         jax.debug.callback(lambda value: printed.append(float(value)), total)
-        mean = dj.compute_average_loss if is_right else jnp.mean
-        optimizer.update(model, nnx.grad(lambda m: mean(losses(m, x, y)))(model))
+        (step_of if is_right else mean_step)(model, optimizer)(x, y)
 
     (batch,) = s4.distribute_dataset([(X, Y)])
     if is_right:
@@ -240,13 +246,7 @@ def test_gradients_that_are_added_up_first_are_compared(s4: dj.MirroredStrategy)
 def test_a_first_batch_that_is_partial_is_compared_without_its_padding(s4: dj.MirroredStrategy):
     model, optimizer = classifier(s4, optax.sgd(0.1))
     (batch,) = s4.distribute_dataset([(X[:13], Y[:13])])
-
-    def step(scale: float, x: jax.Array, y: jax.Array) -> None:
-        optimizer.update(
-            model, nnx.grad(lambda m: scale * dj.compute_average_loss(losses(m, x, y)))(model)
-        )
-
-    s4.run(step, args=(1.0, *batch))
+    s4.run(step_of(model, optimizer), args=batch)
     with pytest.raises(dj.PaddingLeakError):  # the more precise error of the two
         s4.run(mean_step(model, optimizer), args=batch)
 
@@ -373,8 +373,7 @@ def test_a_step_that_divides_by_a_captured_number_of_replicas_is_compared(
     number = steps[kind]
 
     def step(x: jax.Array, y: jax.Array) -> None:
-        gradients = nnx.grad(lambda m: losses(m, x, y).mean() / number())(model)
-        optimizer.update(model, gradients)
+        step_of(model, optimizer, lambda each: each.mean() / number())(x, y)
 
     s4.run(step, args=batch)
     [text] = [record.getMessage() for record in caplog.records]
@@ -391,8 +390,7 @@ def test_a_captured_number_that_equals_the_number_of_replicas_hides_no_mistake(
     (batch,) = s4.distribute_dataset([(X, Y)])
 
     def step(x: jax.Array, y: jax.Array) -> None:
-        gradients = nnx.grad(lambda m: losses(m, x / temperature, y).mean())(model)
-        optimizer.update(model, gradients)
+        mean_step(model, optimizer)(x / temperature, y)
 
     with pytest.raises(dj.NotEqualError, match=r"4\.000 = number of replicas"):
         s4.run(step, args=batch)
@@ -415,8 +413,7 @@ def test_a_wrong_variable_beside_right_weights_is_found(s4: dj.MirroredStrategy,
     of_share = places if "places" in kind else lambda values: jnp.quantile(values, 0.8)
 
     def step(x: jax.Array, y: jax.Array) -> None:
-        gradients = nnx.grad(lambda m: dj.compute_average_loss(losses(m, x, y)))(model)
-        optimizer.update(model, gradients)
+        step_of(model, optimizer)(x, y)
         seen[...] += context().all_reduce("mean", of_share(losses(model, x, y)))
 
     with pytest.raises(dj.NotEqualError, match=r"\n  seen: differs by up to \S+; the change is"):
@@ -595,8 +592,7 @@ def test_metrics_sums_and_results_are_not_compared(s4: dj.MirroredStrategy):
     (batch,) = s4.distribute_dataset([(X, Y)])
 
     def step(x: jax.Array, y: jax.Array) -> Any:
-        gradients = nnx.grad(lambda m: dj.compute_average_loss(losses(m, x, y)))(model)
-        optimizer.update(model, gradients)
+        step_of(model, optimizer)(x, y)
         seen.update(loss=losses(model, x, y).mean())
         writes.assign_add(1.0)
         return context().replica_id_in_sync_group, context().all_reduce("sum", 1.0)
@@ -623,12 +619,11 @@ def test_the_strategy_has_one_replica_in_the_run_on_one_device(s4: dj.MirroredSt
 def test_a_python_counter_does_not_make_the_step_compile_again(s4: dj.MirroredStrategy):
     model, optimizer = classifier(s4, optax.sgd(0.1))
     (batch,) = s4.distribute_dataset([(X, Y)])
-    watched = Watched()
+    watched, train = Watched(), step_of(model, optimizer)
 
     def step(x: jax.Array, y: jax.Array) -> None:
         watched.calls += 1
-        gradients = nnx.grad(lambda m: dj.compute_average_loss(losses(m, x, y)))(model)
-        optimizer.update(model, gradients)
+        train(x, y)
 
     for _ in range(3):
         s4.run(step, args=batch)
@@ -672,12 +667,7 @@ def test_weights_that_follow_from_the_state_of_adam_need_no_float64(
         model = Shifted(dtype)
         optimizer = dj.Optimizer(model, optax.adam(1e-2))
     (batch,) = s4.distribute_dataset([(X, Y)])
-
-    def step(x: jax.Array, y: jax.Array) -> None:
-        gradients = nnx.grad(lambda m: dj.compute_average_loss(losses(m, x, y)))(model)
-        optimizer.update(model, gradients)
-
-    s4.run(step, args=batch)
+    s4.run(step_of(model, optimizer), args=batch)
     assert not in_float64
     with pytest.raises(dj.NotEqualError, match="kernel"):
         s4.run(mean_step(model, optimizer), args=batch)
@@ -788,10 +778,7 @@ def test_fit_is_compared_where_the_step_is_the_users(s2: dj.MirroredStrategy):
 
     class Own(dj.Model):
         def train_step(self, batch: Any) -> dict[str, jax.Array]:
-            x, y = batch
-            self.optimizer.update(
-                self.module, nnx.grad(lambda m: losses(m, x, y).mean())(self.module)
-            )
+            mean_step(self.module, self.optimizer)(*batch)
             return {}
 
     def sums_a_mean(y: jax.Array, logits: jax.Array) -> jax.Array:
