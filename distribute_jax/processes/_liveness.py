@@ -306,9 +306,7 @@ class ExitHandler:
         code, call = requested_exit()
         error = getattr(sys, "last_value", None)  # also of a prompt, where it ended nothing
         if error is not None and not (self._code or call or hasattr(sys, "ps1")):
-            self._excepthook = lambda *_: (
-                None
-            )  # another one has replaced this object's, and printed it
+            self._excepthook = lambda *_: None  # the one that replaced it has printed the error
             self._on_error(type(error), error, error.__traceback__)
         if os.getpid() != self._pid:  # JAX would close the connections of the parent
             flush_output()
