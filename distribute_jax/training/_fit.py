@@ -138,19 +138,24 @@ class Fit:
         params = self._callbacks.params
         epoch, self._done = int(params["initial_epoch"]), int(params["initial_batch"])
         params["batches"] = self._done
-        data_pass, count = epoch, self._done
+        self._pass, count = epoch, self._done
         # A pass through the data continues from epoch to epoch.
         if self.steps_per_epoch is not None:
             count += (epoch - self.initial_epoch) * self.steps_per_epoch
             passes, count = divmod(count, size := self.data.cardinality or count + 1)
             if self._done and not count:  # the pass has ended, and the epoch has not
                 passes, count = passes - 1, size
-            data_pass = self.initial_epoch + passes
-        set_epoch(self.data, data_pass)
+            self._pass = self.initial_epoch + passes
         if count:
-            self._batches = Batches(self.data, self.keys)
+            self._batches = self._next_pass()
             self._batches.resume(count, params.get("position") or "")
         return epoch
+
+    def _next_pass(self) -> Batches:
+        """Starts a pass in the order of its number, since others may iterate over the dataset too."""
+        set_epoch(self.data, self._pass)
+        self._pass += 1
+        return Batches(self.data, self.keys)
 
     def _epoch(self, epoch: int) -> dict[str, Any]:
         steps = self.steps_per_epoch
@@ -158,7 +163,7 @@ class Fit:
         batches = self._batches
         is_over = batches is None or steps is None or batches.count == self.data.cardinality
         if batches is None or (is_over and not self._done):
-            batches = self._batches = self._left or Batches(self.data, self.keys)
+            batches = self._batches = self._left or self._next_pass()
             self._left = None
         self.trainer.batches = batches
         logs: dict[str, Any]

@@ -159,3 +159,13 @@ def test_an_iterator_is_continued():
     assert [*losses, model.evaluate(data, verbose=0)] == pytest.approx(single)
     with pytest.raises(ValueError, match="two distributed datasets"):
         model.evaluate(data, verbose=0)
+
+
+@pytest.mark.exhaustive
+def test_data_that_is_also_validated_on_keeps_the_order_of_its_epochs(s2: dj.MirroredStrategy):
+    losses = []
+    for is_validated in (True, False):
+        data = s2.distribute_dataset(dj.data.from_arrays((X, Y)).shuffle(seed=0).batch(2))
+        options = {"validation_data": data} if is_validated else {}
+        losses.append(make_model(s2).fit(data, epochs=3, verbose=0, **options).history["loss"])
+    assert losses[0] == losses[1]
