@@ -174,6 +174,7 @@ class CallLog:
 
     def __init__(self, entry: BoundProgram, fingerprint: str) -> None:
         program, binding = entry.program, entry.binding
+        self._job = job_of(program.mesh)
         self._names = [program.traced.input_names[i] for i in program.order]
         mirrored = [
             not keeps_own_values(binding.variables[i])
@@ -190,13 +191,9 @@ class CallLog:
         self._large_writes = self._calls = 0
 
     def record(
-        self,
-        job: Job,
-        last_state: Sequence[Any],
-        flat: Sequence[Any],
-        data: Sequence[Any],
-        steps: int,
+        self, last_state: Sequence[Any], flat: Sequence[Any], data: Sequence[Any], steps: int = 1
     ) -> None:
+        """Logs a call before it runs; raises if the processes diverged before."""
         notes = [
             f"{self._names[self._first_data + place]} = {_text(value)}"
             for place, value in enumerate(data)
@@ -211,7 +208,9 @@ class CallLog:
         times = f" {steps} times" if steps > 1 else ""
         shown = f" with {', '.join(notes[:_MAX_NAMED])}" if notes else ""
         rest = "\n".join(notes[_MAX_NAMED:])
-        job.actions.record(f"{self._action}{times}{shown}", f"{self._fingerprint}{rest}".encode())
+        self._job.actions.record(
+            f"{self._action}{times}{shown}", f"{self._fingerprint}{rest}".encode()
+        )
 
     def _written_by_user(self, flat: Sequence[Any]) -> list[str]:
         """Describes the state that is not the output of a step."""
@@ -242,15 +241,6 @@ class CallLog:
 
 def _is_power_of_two(number: int) -> bool:
     return not number & (number - 1)
-
-
-def note_call(
-    entry: BoundProgram, flat: Sequence[Any], data: Sequence[Any], mesh: Mesh, steps: int = 1
-) -> None:
-    """Logs a call of a step before it runs; raises if the processes diverged before."""
-    job = job_of(mesh)
-    if entry.call_log is not None and not job.is_alone:
-        entry.call_log.record(job, entry.last_state, flat, data, steps)
 
 
 def note_outputs(entry: BoundProgram, results: Sequence[Any], mesh: Mesh) -> None:

@@ -58,7 +58,7 @@ class Binding:
         self.names = graph.names
         self.nodes = [weakref.ref(node) for node in graph.nodes]
         self.node_names = graph.node_names
-        self.statics = graph.statics
+        self.statics = {name: place.get() for name, place in graph.static_paths}
         at = {id(place): i for i, (_, _, place) in enumerate(roots)}
         # An array that is a root is read by its index among the roots of the call, others by their path.
         self.arrays = [(name, place, at.get(id(place))) for name, place in graph.arrays]
@@ -159,7 +159,7 @@ class Binding:
     def release(self) -> None:
         """Drops all references, once a root was deleted."""
         self.variables, self.arrays, self.copies, self.statics = [], [], [], {}
-        self.guard.clear()
+        self.guard = Graph().guard
         self._guarded, self._guarded_roots = [], {}
         for callback in self.on_release:
             callback()

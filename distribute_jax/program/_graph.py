@@ -84,10 +84,8 @@ class Graph:
     """Name and path of every captured array that is an input: not in a variable, nor a small NumPy one."""
     copies: list[CapturePath] = field(default_factory=list)
     """Paths of the captured NumPy arrays that become constants of the program."""
-    statics: dict[str, Any] = field(default_factory=dict)
-    """Name and value of every static number or string, for the warning about recompilation."""
     static_paths: list[tuple[str, CapturePath]] = field(default_factory=list)
-    """Name and path of each."""
+    """Name and path of every static number or string."""
     guard: IdentityGuard = field(default_factory=IdentityGuard)
     """Notices at later calls if any of this has changed."""
 
@@ -106,7 +104,6 @@ class Walker:
     def visit(self, value: Any, name: str, place: CapturePath) -> Any:
         """Walks one value, stored at ``place``, and returns its key."""
         if isinstance(value, _PLAIN_TYPES):
-            self.graph.statics[name] = value
             self.graph.static_paths.append((name, place))
             if is_library(type(value).__module__):
                 return plain_key(value)

@@ -208,7 +208,3 @@ class IdentityGuard:
 
     def _are_weakly_typed(self) -> bool:
         return all(getattr(v.get_raw_value(), "weak_type", False) for v in self.weakly_typed)
-
-    def clear(self) -> None:
-        self.__init__()  # type: ignore[misc]
-        self.seal()

@@ -16,7 +16,7 @@ from distribute_jax._mesh import explicit_transfers, is_local
 from distribute_jax._messages import StepFunction
 from distribute_jax._values import PerReplica
 from distribute_jax.processes import activity, calling, stepped
-from distribute_jax.program._across_processes import note_call, note_outputs
+from distribute_jax.program._across_processes import note_outputs
 from distribute_jax.program._ahead_of_time import StepPlan, plan_step
 from distribute_jax.program._arguments import Arguments, check_call, flatten_arguments, full_batch
 from distribute_jax.program._binding import step_lock
@@ -167,7 +167,8 @@ class Runner:
         if request.options.verify not in entry.program.verified:
             self._verify(request, entry)
         flat = entry.flat_inputs(request.roots, arguments)
-        note_call(entry, flat, arguments.data, self._mesh)
+        if (log := entry.call_log) is not None:
+            log.record(entry.last_state, flat, arguments.data)
         if is_padded:
             self._wait(flat)
             return self._run_partial(request, entry, flat)
@@ -313,7 +314,8 @@ class Runner:
                 if entry.program.traced.keeps_types():
                     # The state is kept nowhere: a second reference to it would cost a copy.
                     self._wait(entry.current_state())
-                    note_call(entry, entry.current_state(), (), self._mesh, len(batches))
+                    if (log := entry.call_log) is not None:
+                        log.record(entry.last_state, entry.current_state(), (), len(batches))
                     run = functools.partial(run_scanned, entry, request.roots)
                     return entry.wrap(self._advance(entry, run, batches, len(batches)))
         return stacked_results([self._run(Request(fn, batch, options)) for batch in batches])
