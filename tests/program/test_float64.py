@@ -54,12 +54,18 @@ PROGRAMS: dict[str, Callable[[jax.Array], Any]] = {
     "sums along the way": lambda x: (jnp.cumsum(x, 0), jnp.argmax(x, 1), jnp.std(x)),
     "a matrix and its factors": lambda x: jnp.linalg.cholesky(x[:4] @ x[:4].T + 9 * jnp.eye(4)),
     "a mapped function": jax.vmap(lambda r: lax.fori_loop(0, 3, lambda i, r: r * r - i, r * 0.5)),
+    "a loop of each row": jax.vmap(
+        lambda r: lax.while_loop(lambda r: r[0] < 9, lambda r: 1.5 * r + 1, jnp.abs(r))
+    ),
     "a reference": _ref,
     "a Fourier transform": lambda x: jnp.abs(jnp.fft.fft(x[:, 0])),
 }
 
 
-BY_DEFAULT = ("rows that are read several times", "a loop", "a scan", "a branch", "a reference")
+BY_DEFAULT = (
+    *("rows that are read several times", "a loop", "a loop of each row", "a scan", "a branch"),
+    "a reference",
+)
 
 
 @pytest.mark.parametrize(

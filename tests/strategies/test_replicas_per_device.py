@@ -294,6 +294,9 @@ def test_the_replica_id_is_known_at_any_depth():
             "while": jax.lax.while_loop(
                 lambda c: c[0] < number() + 2, lambda c: (c[0] + 1, c[1] + number()), (0, 0)
             ),
+            "while of each": jax.vmap(
+                lambda x: jax.lax.while_loop(lambda c: c < 9, lambda c: c + number() + 1, x)
+            )(x),
             "cond": jax.lax.cond(x[0] > 1, lambda x: x + number(), lambda x: x * 3, x),
             "nested": jax.jit(lambda x: jax.lax.map(lambda x: kept(x * number()), x))(x),
             "own": own(x),
