@@ -436,11 +436,6 @@ def inlined(closed: Any, opens: Callable[[Any], bool]) -> Any:
     return ClosedJaxpr(jaxpr.replace(constvars=constvars, eqns=eqns, outvars=outs), consts)
 
 
-def is_jit_of_collectives(eqn: Any) -> bool:
-    """True if an equation calls a jitted function that has a collective over the replicas."""
-    return name(eqn) == "jit" and any(names_axis(e, DATA) for e in with_inner(eqn))
-
-
 def narrowed(eqn: Any, outs: Sequence[int]) -> Any:
     """Returns a cond or a jit that computes only some of its outputs, and reads only what they need.
 

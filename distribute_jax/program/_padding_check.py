@@ -125,14 +125,14 @@ class PaddingCheck:
     tried_longer: bool = False
     is_proved_but_for_norms: bool | None = None
     """Whether padding reaches results only through batch norms; None if this is not known yet."""
-    leaked: bool = False
-    """Whether the last comparison failed: then every partial batch is compared."""
+    has_failed: bool = False
+    """Whether a comparison failed, or was interrupted: then every partial batch is compared."""
 
     def is_due(self) -> bool:
         """Counts a partial batch; True if the step is compared at this one."""
         self.batches += 1
         power_of_two = self.batches & (self.batches - 1) == 0
-        return bool(self.unproved) and (power_of_two or self.leaked)
+        return bool(self.unproved) and (power_of_two or self.has_failed)
 
 
 def run_checked_for_leaks(
@@ -159,7 +159,7 @@ def run_checked_for_leaks(
     with explicit_transfers():
         entry.check_readable(flat)
         outs = entry.execute(copied(flat))
-        check.leaked = True
+        failed_before, check.has_failed = check.has_failed, True
         for changed in other_paddings([v for v in call.arguments.data if _is_padded(v)]):
             others = entry.execute(copied(entry.with_data(flat, _with_batch(call, changed))))
             _refuse_differing(call, entry, flat, outs, others, "two different paddings")
@@ -171,7 +171,7 @@ def run_checked_for_leaks(
         if (longer := _with_more_padding(call, entry, values)) is not None:
             without = entry.execute(copied(all_real))
             _refuse_differing(call, entry, all_real, without, longer, _TRACED_AGAIN, nudged=True)
-    check.leaked = False
+    check.has_failed = failed_before
     return outs
 
 

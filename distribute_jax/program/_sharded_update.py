@@ -40,8 +40,9 @@ from distribute_jax.program._jaxprs import (
     initial_values,
     inlined,
     inputs_of,
-    is_jit_of_collectives,
     is_literal,
+    name,
+    names_axis,
     outputs_of,
     run_with,
     value_of,
@@ -122,7 +123,12 @@ def _dim(spec: ShareSpec | None) -> int | None:
     return None if spec is None else spec.dim
 
 
-def traced(step: FlatStep, opens: Callable[[Any], bool] = is_jit_of_collectives) -> Any:
+def _is_jit_of_collectives(eqn: Any) -> bool:
+    """True if an equation calls a jitted function that has a collective over the replicas."""
+    return name(eqn) == "jit" and any(names_axis(e, DATA) for e in with_inner(eqn))
+
+
+def traced(step: FlatStep, opens: Callable[[Any], bool] = _is_jit_of_collectives) -> Any:
     """Traces the step of one replica, and inlines ``jit``s around collectives, or the calls it ``opens``."""
     replicas = num_replicas(step.mesh)
     shares = [
