@@ -17,6 +17,11 @@ def sum_on_read(value: Any = 0.0) -> dj.Variable:
     return dj.Variable(value, synchronization=synchronization, aggregation=aggregation)
 
 
+def replica_number() -> jax.Array:
+    """The id of this replica as a float."""
+    return dj.get_replica_context().replica_id_in_sync_group.astype(jnp.float32)
+
+
 def on_host(x: Any) -> np.ndarray:
     """An array on the host; random keys as their numbers."""
     is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -33,6 +38,14 @@ def assert_same_bits(one: Any, other: Any) -> None:
     pairs = zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True)
     for (path, x), y in pairs:
         np.testing.assert_array_equal(x, y, jax.tree_util.keystr(path))
+
+
+def assert_close_to_largest(one: Any, other: Any, rtol: float = 2e-5, least: float = 1e-30) -> None:
+    """Compares two pytrees, relative to the largest value of each leaf."""
+    pairs = zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True)
+    for (path, x), y in pairs:
+        scale = max(np.abs(x).max(initial=0.0), least)
+        assert np.abs(x - y).max(initial=0.0) <= rtol * scale, jax.tree_util.keystr(path)
 
 
 def assert_close(one: Any, other: Any, rtol: float = 1e-7, atol: float = 0.0) -> None:

@@ -116,7 +116,7 @@ def test_programs_of_state_in_and_out_run_beside_jit() -> None:
     options = step_time.Options(cases=(), rounds=2, functional_calls=1)
     log, page, rows = answers_of(step_time.BENCHMARK, options)
     assert [r["program"] for r in log.of("functional")] == list(step_time.FUNCTIONAL)
-    assert [row.target for row in rows] == [1.0, 1.0, 1.0, 1.05]
+    assert [row.target for row in rows] == [1.0, 1.0, 1.0, 1.0, 1.05]
     assert "## State in and out" in page
 
 
@@ -273,7 +273,8 @@ def test_servers_have_steps_empty_closures_and_bounds() -> None:
         (way, size) for way in ("processes", servers.SOCKET) for size in servers.TRANSFERS
     }
     targets = [row.target for row in rows if "ray" not in row.question]
-    assert targets == [None, None, 1.0, 1.0, 1.0, None, 1.0, None, None, servers.TWICE, None]
+    assert set(targets[:2]) <= {None, servers.RATIO}  # by how long a step takes on this machine
+    assert targets[2:] == [1.0, 1.0, 1.0, None, 1.0, None, None, servers.TWICE, None]
     assert "| max_staleness |" in page
     assert "| 100 | processes |" in page
 

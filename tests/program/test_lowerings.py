@@ -245,15 +245,16 @@ def test_variables_with_components_keep_one_on_each_replica(kind: Any, lowering:
         own = sum_on_read(jnp.float32(10))
         shared = dj.Variable(jnp.float32(10), aggregation=dj.VariableAggregation.MEAN)
 
-    def step() -> None:
-        own.assign_add(replica_id() + 1.0)
-        shared.assign_add(replica_id() + 1.0)
+    def step(x: jax.Array) -> None:
+        own.assign_add(replica_id() + x)
+        shared.assign_add(replica_id() + x)
 
-    for _ in range(2):
-        strategy.run(step, options=dj.RunOptions(lowering=lowering))
-    assert [float(v) for v in own.values] == [12.0, 4.0, 6.0, 8.0]
-    assert float(own.read_value()) == 30.0
-    assert float(shared.read_value()) == 15.0
+    one, options = jnp.float32(1), dj.RunOptions(lowering=lowering)
+    strategy.run(step, args=(one,), options=options)
+    strategy.run_steps(step, iter([(one,)] * 3), 3, options=options)
+    assert [float(v) for v in own.values] == [14.0, 8.0, 12.0, 16.0]
+    assert float(own.read_value()) == 50.0
+    assert float(shared.read_value()) == 20.0
 
 
 def test_pmap_takes_per_replica_arguments(strategy: dj.Strategy):

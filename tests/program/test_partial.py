@@ -13,6 +13,7 @@ import optax
 import pytest
 from cases import long
 from flax import nnx
+from leaves import replica_number
 
 import distribute_jax as dj
 from distribute_jax.program import _padding_check
@@ -330,7 +331,7 @@ def test_per_example_results_are_recognised_and_cut(s4: dj.MirroredStrategy):
         # The second has two rows as well, which is the size of a share by chance.
         return {
             "rows": x * 2,
-            "chance": jnp.ones((2, 1)) * replica_float(),
+            "chance": jnp.ones((2, 1)) * replica_number(),
             "sum": jnp.sum(jnp.where(mask()[:, None], x, 0)),
         }
 
@@ -338,11 +339,6 @@ def test_per_example_results_are_recognised_and_cut(s4: dj.MirroredStrategy):
     np.testing.assert_allclose(s4.gather(result["rows"], axis=0), data[1] * 2, rtol=1e-6)
     assert [v.shape for v in s4.experimental_local_results(result["chance"])] == [(2, 1)] * 4
     np.testing.assert_allclose(s4.reduce("sum", result["sum"]), data[1].sum(), rtol=1e-5)
-
-
-def replica_float() -> jax.Array:
-    """The replica id as a float."""
-    return dj.get_replica_context().replica_id_in_sync_group.astype(float)
 
 
 def test_a_result_of_unknown_rows_cannot_be_read_unless_declared(s4: dj.MirroredStrategy):

@@ -22,11 +22,7 @@ from distribute_jax.program._options import default_run_options
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 Y = np.arange(16) % 3
-
-
-def context() -> dj.ReplicaContext:
-    """The context of this replica."""
-    return dj.get_replica_context()
+context = dj.get_replica_context
 
 
 @pytest.fixture(autouse=True)

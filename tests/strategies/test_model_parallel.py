@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import test_fully_sharded
 from cases import long
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -60,21 +61,8 @@ def build() -> tuple[Language, nnx.Optimizer[Any]]:
 def trained(strategy: dj.Strategy, sizes: tuple[int, ...] = (16, 13)) -> tuple[Any, Any, list[Any]]:
     """The model and its optimizer after some steps, one of them on a partial batch, and the losses."""
     model, optimizer = strategy.create(build)
-
-    def step(tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        def loss_fn(model: Any) -> jax.Array:
-            losses = optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets)
-            return dj.compute_average_loss(losses.mean(1))
-
-        loss, grads = nnx.value_and_grad(loss_fn)(model)
-        loss, grads = dj.get_replica_context().all_reduce("sum", (loss, grads))
-        optimizer.update(model, grads)
-        return loss
-
-    rng = np.random.default_rng(3)
-    tokens = [rng.integers(0, 96, (size, 32)).astype(np.int32) for size in sizes]
-    batches = strategy.distribute_dataset([(t, np.roll(t, -1, 1)) for t in tokens])
-    return model, optimizer, [float(strategy.run(step, args=batch)) for batch in batches]
+    losses, _ = test_fully_sharded.trained(strategy, model, optimizer, sizes)
+    return model, optimizer, losses
 
 
 def specs(module: Any) -> dict[str, PartitionSpec]:

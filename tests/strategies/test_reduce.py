@@ -10,21 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import long
+from leaves import replica_number
 
 import distribute_jax as dj
 from distribute_jax import _errors
 from tests.collectives.algorithms import on_replicas as per_replica
 
 
-def replica_id():
-    return dj.get_replica_context().replica_id_in_sync_group.astype(float)
-
-
 @pytest.mark.parametrize("op", ["MAX", "", None, 3])
 def test_another_operation_is_refused(s4: dj.MirroredStrategy, op: object):
     rule = "'sum' or 'mean'; a maximum is that of .*all_gather" if op == "MAX" else "one of 'sum'"
     with pytest.raises(ValueError, match=f"reduce_op, the first argument, must be {rule}"):
-        s4.reduce(op, s4.run(replica_id), axis=None)
+        s4.reduce(op, s4.run(replica_number), axis=None)
 
 
 @pytest.mark.parametrize(
@@ -125,11 +122,11 @@ def test_a_result_with_padding_in_another_dim_is_not_reduced(s2: dj.MirroredStra
 
 def test_a_wrong_axis_raises(s2: dj.MirroredStrategy):
     with pytest.raises(ValueError, match="does not have that dim"):
-        s2.reduce("sum", s2.run(replica_id), axis=0)
+        s2.reduce("sum", s2.run(replica_number), axis=0)
     with pytest.raises(ValueError, match="twice"):
         s2.reduce("sum", per_replica(s2, [np.ones((2, 2))] * 2), axis=(0, -2))
     with pytest.raises(ValueError, match="axis must be None, an int"):
-        s2.reduce("sum", s2.run(replica_id), axis="0")
+        s2.reduce("sum", s2.run(replica_number), axis="0")
 
 
 def test_a_host_value_has_a_mean_but_no_sum(s2: dj.MirroredStrategy):
@@ -188,7 +185,7 @@ def test_gather_of_different_lengths_along_the_axis(s2: dj.MirroredStrategy):
 
 def test_gather_of_scalars_says_to_add_a_dim(s2: dj.MirroredStrategy):
     with pytest.raises(ValueError, match="has no dims"):
-        s2.gather(s2.run(replica_id), axis=0)
+        s2.gather(s2.run(replica_number), axis=0)
     for value in (per_replica(s2, [np.ones(2)] * 2), s2.run(lambda: jnp.ones(2))):
         with pytest.raises(
             ValueError, match=r"value of one replica, float32\[2\], has only 1 dims"
@@ -243,7 +240,7 @@ def test_values_of_different_lengths_run_with_a_mask(s2: dj.MirroredStrategy):
 
 
 def test_a_per_replica_value_takes_part_in_no_arithmetic(s2: dj.MirroredStrategy):
-    value = s2.run(replica_id)
+    value = s2.run(replica_number)
     for operation in (lambda: value + 1, lambda: 1 - value, lambda: value[0], lambda: -value):
         with pytest.raises(TypeError, match=r"strategy\.reduce"):
             operation()
@@ -262,7 +259,7 @@ def test_a_captured_batch_says_to_pass_it_in_args(s2: dj.MirroredStrategy, use: 
 
 
 def test_formats_and_attributes_of_arrays_say_how_to_get_one_array(s2: dj.MirroredStrategy):
-    value = s2.run(replica_id)
+    value = s2.run(replica_number)
     for use in (lambda value: f"{value:.3f}", lambda value: round(value, 3)):
         with pytest.raises(TypeError, match=r"(?s)holds one value for each.*strategy\.reduce"):
             use(value)
@@ -280,7 +277,7 @@ def test_formats_and_attributes_of_arrays_say_how_to_get_one_array(s2: dj.Mirror
 
 
 def test_results_mix_with_arrays_on_any_device(s4: dj.MirroredStrategy):
-    value = s4.run(replica_id)
+    value = s4.run(replica_number)
     mean = s4.reduce("mean", value)
     others = [jnp.ones(()), s4.run(lambda: jnp.ones(())), *s4.experimental_local_results(value)]
     for other in others:
@@ -300,7 +297,7 @@ def test_reduce_of_a_mirrored_variable(s2: dj.MirroredStrategy):
 
 
 def test_the_result_is_uncommitted_on_the_first_device(s2: dj.MirroredStrategy):
-    result = s2.reduce("sum", s2.run(replica_id))
+    result = s2.reduce("sum", s2.run(replica_number))
     assert not result.committed
     assert result.devices() == {jax.devices()[0]}
 
@@ -337,7 +334,7 @@ def test_a_mean_of_the_parts_of_a_mean_is_logged(
     monkeypatch.setattr(_errors, "_logged", set())
 
     def step(x: jax.Array) -> Any:
-        return {"loss": dj.compute_average_loss(x), "id": replica_id()}
+        return {"loss": dj.compute_average_loss(x), "id": replica_number()}
 
     for batch in s4.distribute_dataset([np.arange(8.0), np.arange(5.0)]):
         parts = s4.run(step, args=(batch,))

@@ -28,28 +28,19 @@ WIDTH = 128
 """So that the first kernel is large enough to be divided."""
 
 
-class Dense(nnx.Module):
-    """Two layers with a function between them."""
-
-    def __init__(self, between: Callable[[nnx.Rngs], Any]) -> None:
-        rngs = nnx.Rngs(0)
-        self.first, self.last = nnx.Linear(8, WIDTH, rngs=rngs), nnx.Linear(WIDTH, 4, rngs=rngs)
-        self.between = between(rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.last(nnx.relu(self.between(self.first(x))))
+def dense(*between: Callable[[nnx.Rngs], Any]) -> nnx.Sequential:
+    """Two layers, and those between them."""
+    rngs = nnx.Rngs(0)
+    first, last = nnx.Linear(8, WIDTH, rngs=rngs), nnx.Linear(WIDTH, 4, rngs=rngs)
+    return nnx.Sequential(first, *(make(rngs) for make in between), nnx.relu, last)
 
 
-class Convolution(nnx.Module):
+def convolution() -> nnx.Sequential:
     """A convolution with batch norm."""
-
-    def __init__(self) -> None:
-        rngs = nnx.Rngs(0)
-        self.first, self.last = nnx.Conv(1, 4, (3, 3), rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
-        self.norm = nnx.BatchNorm(4, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.last(nnx.relu(self.norm(self.first(x[:, :4, None, None]))).mean((1, 2)))
+    rngs = nnx.Rngs(0)
+    first, last = nnx.Conv(1, 4, (3, 3), rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+    images, means = lambda x: x[:, :4, None, None], lambda x: x.mean((1, 2))
+    return nnx.Sequential(images, first, nnx.BatchNorm(4, rngs=rngs), nnx.relu, means, last)
 
 
 class Scanned(nnx.Module):
@@ -75,18 +66,14 @@ class Scanned(nnx.Module):
         return self.last(through(x, self.layers))
 
 
-def plain(rngs: nnx.Rngs) -> Any:
-    return lambda x: x
-
-
 MODELS: dict[str, Callable[[], nnx.Module]] = {
-    "dense": lambda: Dense(plain),
-    "dropout": lambda: Dense(lambda rngs: nnx.Dropout(0.3, rngs=rngs)),
-    "synchronised batch norm": lambda: Dense(
+    "dense": dense,
+    "dropout": lambda: dense(lambda rngs: nnx.Dropout(0.3, rngs=rngs)),
+    "synchronised batch norm": lambda: dense(
         lambda rngs: nnx.BatchNorm(WIDTH, axis_name="data", rngs=rngs)
     ),
     "batch norm in a scan": Scanned,
-    "convolution": Convolution,
+    "convolution": convolution,
 }
 
 
@@ -302,17 +289,16 @@ def test_the_replica_id_is_known_at_any_depth():
             "own": own(x),
         }
 
-    def results(strategy: dj.Strategy) -> list[np.ndarray]:
-        (batch,) = strategy.distribute_dataset([np.arange(8, dtype="f")])
-        leaves = jax.tree.leaves(strategy.run(step, args=(batch,)), is_leaf=is_per_replica)
-        return [np.asarray(part) for leaf in leaves for part in parts(strategy, leaf)]
-
-    assert_close(results(several(2, 2)), results(several(4, 1)), 1e-6)
+    rows = np.arange(8, dtype="f")
+    assert_close(results(several(2, 2), step, rows), results(several(4, 1), step, rows), 1e-6)
 
 
-def is_per_replica(leaf: Any) -> bool:
-    """True for leaves of the comparison."""
-    return isinstance(leaf, dj.PerReplica)
+def results(strategy: dj.Strategy, step: Any, rows: np.ndarray) -> list[np.ndarray]:
+    """The parts of all that a step returns for a batch."""
+    (batch,) = strategy.distribute_dataset([rows])
+    out = strategy.run(step, args=(batch,))
+    leaves = jax.tree.leaves(out, is_leaf=lambda leaf: isinstance(leaf, dj.PerReplica))
+    return [np.asarray(part) for leaf in leaves for part in parts(strategy, leaf)]
 
 
 @pytest.mark.exhaustive
@@ -353,12 +339,9 @@ def test_collectives_in_loops_branches_and_checkpoints(devices: int):
             "vmap": jax.vmap(lambda x: jax.lax.psum(x, ("rows", "data")), axis_name="rows")(x),
         }  # fmt: skip
 
-    def results(strategy: dj.Strategy) -> list[np.ndarray]:
-        (batch,) = strategy.distribute_dataset([np.arange(1, 17, dtype="f").reshape(8, 2)])
-        leaves = jax.tree.leaves(strategy.run(step, args=(batch,)), is_leaf=is_per_replica)
-        return [np.asarray(part) for leaf in leaves for part in parts(strategy, leaf)]
-
-    assert_close(results(several(devices, 4 // devices)), results(several(4, 1)), 1e-6)
+    rows = np.arange(1, 17, dtype="f").reshape(8, 2)
+    left, right = (results(s, step, rows) for s in (several(devices, 4 // devices), several(4, 1)))
+    assert_close(left, right, 1e-6)
 
 
 def read_after(x: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ import optax
 import pytest
 from cases import long
 from flax import nnx
+from leaves import assert_close_to_largest
 
 import distribute_jax as dj
 from distribute_jax.program import _placement
@@ -100,13 +101,7 @@ def values(tree: Any) -> Any:
     return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(tree)))
 
 
-def assert_close(a: Any, b: Any, rtol: float = 2e-5) -> None:
-    """Compares two trees, relative to the largest value of each leaf."""
-    for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True
-    ):
-        scale = max(np.abs(x).max(initial=0.0), 1e-6)
-        assert np.abs(x - y).max(initial=0.0) <= rtol * scale, jax.tree_util.keystr(path)
+assert_close = functools.partial(assert_close_to_largest, least=1e-6)
 
 
 def trained(strategy: dj.Strategy, names: tuple[str, ...]) -> Any:

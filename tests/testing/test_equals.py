@@ -19,6 +19,7 @@ BATCH = (
     np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32),
     np.ones((8, 1), np.float32),
 )
+context = dj.get_replica_context
 
 
 def step_with(
@@ -112,10 +113,6 @@ def test_per_replica_arguments_are_refused(s4: dj.MirroredStrategy):
     ids = s4.experimental_distribute_values_from_function(lambda c: c.replica_id_in_sync_group)
     with pytest.raises(ValueError, match="which has no equivalent there"):
         s4.run(lambda x: x, args=(ids,), options=dj.RunOptions(verify="first"))
-
-
-def context() -> dj.ReplicaContext:
-    return dj.get_replica_context()
 
 
 @pytest.mark.filterwarnings("ignore:The global batch has 5 examples for 8")

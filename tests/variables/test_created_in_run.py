@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from leaves import replica_number
 
 import distribute_jax as dj
 from distribute_jax import VariableAggregation as Agg
@@ -26,11 +27,6 @@ class Module(nnx.Module):
         self.weight = nnx.Param(jnp.ones(()))
 
 
-def replica_id() -> Any:
-    """The id of this replica as a float."""
-    return dj.get_replica_context().replica_id_in_sync_group.astype(jnp.float32)
-
-
 @pytest.mark.parametrize("make", [Plain, Module])
 def test_a_variable_created_in_the_first_run_is_kept(strategy: dj.Strategy, make: Any):
     """It starts with the value of replica 0, counts from the first run on, and is mirrored."""
@@ -39,7 +35,7 @@ def test_a_variable_created_in_the_first_run_is_kept(strategy: dj.Strategy, make
 
     def step(x: jax.Array) -> jax.Array:
         if getattr(owner, "count", None) is None:
-            owner.count = dj.Variable(replica_id() + x, aggregation=Agg.SUM)
+            owner.count = dj.Variable(replica_number() + x, aggregation=Agg.SUM)
         return owner.count.assign_add(1.0)
 
     n = strategy.num_replicas_in_sync
@@ -60,7 +56,7 @@ def test_an_on_read_variable_starts_with_the_value_of_replica_0(
     def step() -> None:
         if owner.count is None:
             owner.count = dj.Variable(
-                replica_id() + 5,
+                replica_number() + 5,
                 synchronization=dj.VariableSynchronization.ON_READ,
                 aggregation=aggregation,
             )

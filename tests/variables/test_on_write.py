@@ -11,14 +11,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from leaves import replica_number
 
 import distribute_jax as dj
 from distribute_jax import VariableAggregation as Agg
-
-
-def replica_id() -> Any:
-    """The id of this replica as a float."""
-    return dj.get_replica_context().replica_id_in_sync_group.astype(jnp.float32)
 
 
 def create(strategy: dj.Strategy, value: Any = 10.0, **kinds: Any) -> dj.Variable:
@@ -32,7 +28,7 @@ def test_different_writes_without_aggregation_are_refused(s2: dj.MirroredStrateg
     variable = create(s2)
 
     def step() -> None:
-        variable[...] = replica_id()
+        variable[...] = replica_number()
 
     with pytest.raises(dj.OutOfSyncError, match=r"variable \(Variable\) depends on axis_index"):
         s2.run(step)
@@ -44,7 +40,7 @@ def test_assigning_an_item_is_assign(strategy: dj.Strategy):
     variable = create(strategy, aggregation=Agg.SUM)
 
     def step() -> None:
-        variable[...] = replica_id() + 1
+        variable[...] = replica_number() + 1
 
     strategy.run(step)
     assert float(variable.numpy()) == n * (n + 1) / 2
@@ -55,7 +51,7 @@ def test_assigning_an_item_is_assign(strategy: dj.Strategy):
 def test_a_per_replica_value_from_outside_is_refused(s2: dj.MirroredStrategy):
     """Assigned outside of run, it would make the replicas diverge, as in TensorFlow."""
     variable = create(s2, aggregation=Agg.MEAN)
-    different = s2.run(replica_id)
+    different = s2.run(replica_number)
     for write in (variable.assign, variable.assign_add, dj.Variable):
         with pytest.raises(ValueError, match=r"strategy\.reduce"):
             write(different)
@@ -248,7 +244,7 @@ def test_metadata_is_part_of_the_program(s2: dj.MirroredStrategy):
     results = []
     for aggregation in (Agg.SUM, Agg.MEAN):
         variable = create(s2, aggregation=aggregation)
-        results.append(float(s2.run(lambda: variable.assign(replica_id() + 1))))  # noqa: B023
+        results.append(float(s2.run(lambda: variable.assign(replica_number() + 1))))  # noqa: B023
     assert results == [3.0, 1.5]
 
 
@@ -295,7 +291,7 @@ def test_traced_numbers_are_checked_by_their_dtype(s2: dj.MirroredStrategy):
     small, count = create(s2, jnp.uint8(0)), create(s2, 0, aggregation=Agg.SUM)
     for variable in (small, count):
         with pytest.raises(ValueError, match="given float32"):
-            s2.run(lambda: variable.assign(replica_id()))  # noqa: B023
+            s2.run(lambda: variable.assign(replica_number()))  # noqa: B023
     with pytest.raises(ValueError, match="uint8 and was given int32"):
         s2.run(lambda: small.assign(dj.get_replica_context().replica_id_in_sync_group))
     s2.run(lambda: count.assign_add(dj.get_replica_context().replica_id_in_sync_group + 1))
@@ -344,7 +340,7 @@ def test_factors_for_one_row_are_multiplied(strategy: dj.Strategy, op: str, expe
     inside = create(strategy, jnp.array([12.0, 12.0]), aggregation=Agg.SUM)
 
     def step() -> None:
-        inside.scatter(op, rows, by * (replica_id() == 0))
+        inside.scatter(op, rows, by * (replica_number() == 0))
 
     outside.scatter(op, rows, by)
     strategy.run(step)
