@@ -1,10 +1,11 @@
-"""torchrun, Open MPI and SageMaker: the cluster from their environment variables."""
+"""``distribute-jax launch``, torchrun, Open MPI and SageMaker: the cluster from their variables."""
 
 from __future__ import annotations
 
 import pytest
 
 import distribute_jax as dj
+from distribute_jax import _supervision
 from distribute_jax.cluster_resolver import (
     OpenMPIClusterResolver,
     SageMakerClusterResolver,
@@ -151,3 +152,19 @@ def test_malformed_sage_maker_variables_are_named(launched, change, says):
     launched({"SM_HOSTS": '["algo-2", "algo-1"]', "SM_CURRENT_HOST": "algo-1"}, **change)
     with pytest.raises(dj.DistributeError, match=says):
         _ = SageMakerClusterResolver().process_id
+
+
+def test_all_processes_get_the_address_that_the_launcher_picked(monkeypatch):
+    for process in range(3):
+        for name, value in {
+            _supervision.NUM_PROCESSES: "3",
+            _supervision.PROCESS_ID: str(process),
+            _supervision.LOCAL_PROCESS_ID: str(process),
+            _supervision.ADDRESS: "127.0.0.1:4242",
+        }.items():
+            monkeypatch.setenv(name, value)
+        resolver = dj.cluster_resolver.LaunchedClusterResolver()
+        assert (resolver.num_processes, resolver.process_id) == (3, process)
+        assert resolver.local_process_id == process
+        assert resolver.coordinator_address == resolver.master() == "127.0.0.1:4242"
+        assert dj.cluster_resolver.detect().coordinator_address == "127.0.0.1:4242"

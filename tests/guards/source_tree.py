@@ -10,6 +10,30 @@ from pathlib import Path
 
 LIBRARY = Path(__file__).parents[2] / "distribute_jax"
 
+OPTIONAL = frozenset(
+    {
+        "IPython",
+        "PIL",
+        "fsspec",
+        "google",
+        "grain",
+        "kubernetes",
+        "matplotlib",
+        "orbax",
+        "pandas",
+        "ray",
+        "requests",
+        "rich",
+        "sklearn",
+        "tensorboardX",
+        "tensorflow",
+        "torch",
+        "urllib3",
+    }
+)
+"""Third-party packages that may be missing, or take a second to import, as Grain does, so that only the
+function that needs one imports it."""
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -11,29 +11,12 @@ from typing import Any
 
 import pytest
 from cases import long
+from source_tree import OPTIONAL
 
 import distribute_jax as dj
 
 ROOT = Path(__file__).parents[2]
-OPTIONAL = (
-    *(
-        "PIL",
-        "datasets",
-        "google.auth",
-        "grain",
-        "hypothesis",
-        "kubernetes",
-        "matplotlib",
-        "orbax",
-        "pandas",
-        "pytest",
-        "requests",
-        "rich",
-        "sklearn",
-        "tensorboardX",
-    ),
-    *("tensorflow", "torch", "tqdm"),
-)
+ABSENT = OPTIONAL | {"datasets", "google.auth", "hypothesis", "pytest", "tqdm"}
 
 # What builds on `run` and the strategies is loaded when one of its names is first read.
 LATER = tuple(
@@ -85,7 +68,7 @@ SILENT = {
 def effects_of(statement: str, *paths: Path) -> dict[str, Any]:
     """Runs a statement in a new process and says what it started, printed, loaded and changed."""
     probe = _PROBE.format(
-        statement=statement, paths=[str(p) for p in paths], optional={*OPTIONAL, *LATER}
+        statement=statement, paths=[str(p) for p in paths], optional={*ABSENT, *LATER}
     )
     environment = {k: v for k, v in os.environ.items() if k not in {"XLA_FLAGS", "NPROC"}}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from layer_picture import BLOCK, PAGE, picture
-from source_tree import LIBRARY, modules, resolved, write_package
+from source_tree import LIBRARY, OPTIONAL, modules, resolved, write_package
 
 LAYERS = (
     ("_absent", "_errors", "_interrupts"),
@@ -35,30 +35,6 @@ LAYERS = (
     ("__init__", "__main__"),
 )
 """Each line imports only from lines above it; siblings on a line do not know each other."""
-
-OPTIONAL = frozenset(
-    {
-        "IPython",
-        "PIL",
-        "fsspec",
-        "google",
-        "grain",
-        "kubernetes",
-        "matplotlib",
-        "orbax",
-        "pandas",
-        "ray",
-        "requests",
-        "rich",
-        "sklearn",
-        "tensorboardX",
-        "tensorflow",
-        "torch",
-        "urllib3",
-    }
-)
-"""Third-party packages that may be missing, or take a second to import, as Grain does, so that only the
-function that needs one imports it."""
 
 _DEPTH = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 

@@ -353,6 +353,20 @@ def test_a_module_built_outside_the_scope_is_refused(s4: dj.MirroredStrategy):
         dj.Model(net)
 
 
+class Synchronised(Net):
+    def __init__(self) -> None:
+        super().__init__(norm=True)
+        self.norm.axis_name = "data"
+
+
+class Softmax(Net):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nnx.softmax(super().__call__(x))
+
+
+class NormedSoftmax(Softmax, Synchronised): ...
+
+
 @pytest.mark.exhaustive
 def test_logits_are_refused_where_probabilities_are_expected(s4: dj.MirroredStrategy):
     model = make_model(s4, loss="sparse_categorical_crossentropy")
@@ -360,23 +374,9 @@ def test_logits_are_refused_where_probabilities_are_expected(s4: dj.MirroredStra
     with pytest.raises(ValueError, match=r"SparseCategoricalCrossentropy\(from_logits=True\)"):
         model.fit(X, Y, batch_size=8, verbose=0)
     close(model.get_weights(), before, 0)
-
-    class Softmax(Net):
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return nnx.softmax(super().__call__(x))
-
     fine = make_model(s4, Softmax, loss="sparse_categorical_crossentropy")
     expected = make_model(s4).evaluate(X, Y, batch_size=8)
     assert fine.evaluate(X, Y, batch_size=8) == pytest.approx(expected, rel=1e-5)
-
-
-class NormedSoftmax(Net):
-    def __init__(self) -> None:
-        super().__init__(norm=True)
-        self.norm.axis_name = "data"
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return nnx.softmax(super().__call__(x))
 
 
 @pytest.mark.exhaustive
@@ -484,12 +484,6 @@ def test_a_model_predicts_before_it_is_compiled(s4: dj.MirroredStrategy):
     first = model.predict(X, verbose=0)
     model.compile("sgd", "mse")
     np.testing.assert_array_equal(first, model.predict(X, verbose=0))
-
-
-class Synchronised(Net):
-    def __init__(self) -> None:
-        super().__init__(norm=True)
-        self.norm.axis_name = "data"
 
 
 @pytest.mark.exhaustive

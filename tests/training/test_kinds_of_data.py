@@ -29,7 +29,7 @@ LOGITS = dj.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def make_model(
-    strategy: dj.Strategy, module: type = Net, model: type[dj.Model] = dj.Model, **options: Any
+    strategy: dj.Strategy, module: Any = Net, model: type[dj.Model] = dj.Model, **options: Any
 ) -> dj.Model:
     defaults = {"optimizer": optax.sgd(0.1), "loss": LOGITS}
     return compile_model(strategy, module, model, **defaults | options)
@@ -215,23 +215,15 @@ SUMS = RANDOM.normal(size=(11, 1)).astype(np.float32)
 squared = functools.partial(make_model, loss="mse")
 
 
-class Tokens(nnx.Module):
-    def __init__(self) -> None:
-        self.table = nnx.Embed(5, 5, rngs=nnx.Rngs(0))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.table(x)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("length", [2, 3])
 def test_class_weights_and_metrics_of_flax_count_each_token(strategy: dj.Strategy, length: int):
     """Also if a replica's share is as long as a sequence."""
     x, y = RANDOM.integers(0, 5, size=(2, 12, length))
     of_examples = RANDOM.uniform(size=12).astype(np.float32)
-    metrics = [nnx.metrics.Accuracy()]
-    model = make_model(strategy, Tokens, optimizer=optax.sgd(0.0), metrics=metrics)
-    logits = np.asarray(model.module.table.embedding[...])[x]
+    tokens, metrics = lambda: nnx.Embed(5, 5, rngs=nnx.Rngs(0)), [nnx.metrics.Accuracy()]
+    model = make_model(strategy, tokens, optimizer=optax.sgd(0.0), metrics=metrics)
+    logits = np.asarray(model.module.embedding[...])[x]
     losses = np.asarray(optax.softmax_cross_entropy_with_integer_labels(logits, y))
     weights = np.where(y == 1, 3.0, np.where(y == 2, 0.0, 1.0))
     accuracy = np.mean(logits.argmax(-1) == y)
@@ -286,12 +278,10 @@ class OfVariables(nnx.Module):
         return x @ self.w[...]
 
 
-class OfParams(nnx.Module):
-    def __init__(self) -> None:
-        self.w = nnx.Param(jnp.ones((4, 1)))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x @ self.w[...]
+def of_params() -> nnx.Linear:
+    """The same with an ``nnx.Param``."""
+    ones = nnx.initializers.ones
+    return nnx.Linear(4, 1, use_bias=False, kernel_init=ones, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.exhaustive
@@ -300,7 +290,7 @@ def test_trainable_variables_are_trained_like_params(strategy: dj.Strategy, poli
     options: dict[str, Any] = {"optimizer": "adam", "gradient_accumulation_steps": 2}
     model, other = (
         squared(strategy, module, dtype_policy=policy, **options)
-        for module in (OfVariables, OfParams)
+        for module in (OfVariables, of_params)
     )
     for one in (model, other):
         one.fit(ROWS, SUMS, batch_size=4, epochs=2, shuffle=False, verbose=0)
@@ -340,11 +330,11 @@ def test_logs_of_an_overridden_step_before_an_interruption_count(
     s4: dj.Strategy, s2: dj.Strategy, tmp_path: Path
 ):
     options: dict[str, Any] = {"batch_size": 2, "epochs": 2, "verbose": 0}
-    expected = squared(s4, OfParams, Returning).fit(ROWS, SUMS, **options).history["own"][1]
+    expected = squared(s4, of_params, Returning).fit(ROWS, SUMS, **options).history["own"][1]
     backup = dj.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=2)
     with pytest.raises(KeyboardInterrupt):
-        squared(s4, OfParams, Returning).fit(ROWS, SUMS, callbacks=[backup, Stops()], **options)
+        squared(s4, of_params, Returning).fit(ROWS, SUMS, callbacks=[backup, Stops()], **options)
     history = (
-        squared(s2, OfParams, Returning).fit(ROWS, SUMS, callbacks=[backup], **options).history
+        squared(s2, of_params, Returning).fit(ROWS, SUMS, callbacks=[backup], **options).history
     )
     assert history["own"] == pytest.approx([expected], rel=1e-5)

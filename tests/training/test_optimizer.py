@@ -87,6 +87,14 @@ def test_it_equals_an_explicit_sum_and_one_device(strategy: dj.Strategy):
     assert_close(ours, on_one_device(), rtol=1e-4, atol=1e-6)
 
 
+def prepared(strategy: dj.Strategy) -> tuple[Net, dj.Optimizer, Any]:
+    """A model, its optimizer and the first batch."""
+    with strategy.scope():
+        model = Net(nnx.Rngs(0))
+        optimizer = dj.Optimizer(model, optax.sgd(0.1))
+    return model, optimizer, next(iter(strategy.distribute_dataset(batches())))
+
+
 def _step_with(optimizer: Any, model: Any, *, reduce: bool, skip: bool) -> Callable[..., None]:
     def step(x: jax.Array, y: jax.Array) -> None:
         grads = nnx.grad(lambda m: dj.compute_average_loss(((m(x) - y) ** 2).sum(-1)))(model)
@@ -98,10 +106,7 @@ def _step_with(optimizer: Any, model: Any, *, reduce: bool, skip: bool) -> Calla
 
 
 def test_gradients_that_were_summed_already_are_refused(strategy: dj.Strategy):
-    with strategy.scope():
-        model = Net(nnx.Rngs(0))
-        optimizer = dj.Optimizer(model, optax.sgd(0.1))
-    batch = next(iter(strategy.distribute_dataset(batches())))
+    model, optimizer, batch = prepared(strategy)
     step = _step_with(optimizer, model, reduce=True, skip=False)
     if strategy.num_replicas_in_sync == 1:
         strategy.run(step, args=batch)
@@ -115,10 +120,7 @@ def test_gradients_that_were_summed_already_are_refused(strategy: dj.Strategy):
 
 
 def test_unreduced_gradients_with_skip_are_refused(s2: dj.MirroredStrategy):
-    with s2.scope():
-        model = Net(nnx.Rngs(0))
-        optimizer = dj.Optimizer(model, optax.sgd(0.1))
-    batch = next(iter(s2.distribute_dataset(batches())))
+    model, optimizer, batch = prepared(s2)
     with pytest.raises(dj.OutOfSyncError, match=r"model\.layer"):
         s2.run(_step_with(optimizer, model, reduce=False, skip=True), args=batch)
 
@@ -126,10 +128,7 @@ def test_unreduced_gradients_with_skip_are_refused(s2: dj.MirroredStrategy):
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
 def test_gradients_of_frozen_weights_are_zeros_and_are_summed(strategy: dj.Strategy, wrap: Any):
     """Zeros are equal on every replica, and so is their sum; another constant would be counted N times."""
-    with strategy.scope():
-        model = Net(nnx.Rngs(0))
-        optimizer = dj.Optimizer(model, optax.sgd(0.1))
-    batch = next(iter(strategy.distribute_dataset(batches())))
+    model, optimizer, batch = prepared(strategy)
 
     def step(x: jax.Array, y: jax.Array, penalty: bool = False) -> None:
         graphdef, state = nnx.split(model)
@@ -163,9 +162,7 @@ def test_outside_run_it_equals_nnx_optimizer():
 
 @pytest.mark.parametrize("wrap", ["scan", "jit"])
 def test_gradients_from_scan_and_jit_are_summed(s2: dj.MirroredStrategy, wrap: str):
-    with s2.scope():
-        model = Net(nnx.Rngs(0))
-        optimizer = dj.Optimizer(model, optax.sgd(0.1))
+    model, optimizer, batch = prepared(s2)
 
     def loss(m: Net, x: jax.Array, y: jax.Array) -> jax.Array:
         return dj.compute_average_loss(((m(x) - y) ** 2).sum(-1))
@@ -185,7 +182,6 @@ def test_gradients_from_scan_and_jit_are_summed(s2: dj.MirroredStrategy, wrap: s
             grads, _ = jax.lax.scan(body, zeros, micro)
         optimizer.update(model, grads)
 
-    batch = next(iter(s2.distribute_dataset(batches())))
     before = model.layer.bias[...].tolist()
     s2.run(step, args=batch)
     assert model.layer.bias[...].tolist() != before

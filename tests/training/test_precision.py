@@ -24,17 +24,13 @@ X = RNG.normal(size=(24, 3)).astype(np.float32)
 Y = (X @ np.array([[1.0], [-2.0], [0.5]], np.float32)).astype(np.float32)
 
 
-class Net(nnx.Module):
-    def __init__(self) -> None:
-        rngs = nnx.Rngs(0)
-        self.first, self.last = nnx.Linear(3, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.last(nnx.tanh(self.first(x)))
+def make_net() -> nnx.Sequential:
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(nnx.Linear(3, 8, rngs=rngs), nnx.tanh, nnx.Linear(8, 1, rngs=rngs))
 
 
 def make_model(strategy: dj.Strategy, **options: Any) -> dj.Model:
-    return compile_model(strategy, Net, **{"optimizer": optax.sgd(0.1)} | options)
+    return compile_model(strategy, make_net, **{"optimizer": optax.sgd(0.1)} | options)
 
 
 def fit(model: dj.Model, **options: Any) -> list[float]:
@@ -111,12 +107,12 @@ def test_an_overflow_is_skipped_and_halves_the_scale(strategy: dj.Strategy):
 
 @pytest.mark.exhaustive
 def test_the_scale_doubles_after_many_good_updates():
-    optimizer = dj.Optimizer(Net(), optax.sgd(0.1), loss_scale="dynamic")
+    optimizer = dj.Optimizer(make_net(), optax.sgd(0.1), loss_scale="dynamic")
     optimizer.loss_scale.good_steps[...] = jnp.asarray(1999, jnp.int32)
     optimizer.loss_scale.adjust(jnp.asarray(True))
     assert float(optimizer.loss_scale.scale[...]) == 2.0**16
     assert int(optimizer.loss_scale.good_steps[...]) == 0
-    fixed = dj.Optimizer(Net(), optax.sgd(0.1), loss_scale=8.0)
+    fixed = dj.Optimizer(make_net(), optax.sgd(0.1), loss_scale=8.0)
     fixed.loss_scale.adjust(jnp.asarray(False))
     assert float(fixed.loss_scale.scale[...]) == 8.0
 
@@ -154,13 +150,13 @@ def test_policy_scaling_and_accumulation_in_a_users_loop(strategy: dj.Strategy):
     nets = []
     for policy, scale in ((dj.DTypePolicy("mixed_float16"), 128.0), (dj.DTypePolicy(), None)):
         with strategy.scope():
-            net = Net()
+            net = make_net()
             optimizer = dj.Optimizer(
                 net, optax.sgd(0.1), gradient_accumulation_steps=2, loss_scale=scale
             )
 
         def step(x: jax.Array, y: jax.Array) -> None:
-            def loss_fn(net: Net) -> jax.Array:
+            def loss_fn(net: nnx.Sequential) -> jax.Array:
                 with policy.computing(net):  # noqa: B023 - run at once
                     out = policy.cast_output(net(policy.cast_input(x)))  # noqa: B023
                 loss = dj.compute_average_loss(((out - y) ** 2)[:, 0])

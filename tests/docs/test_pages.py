@@ -1,4 +1,4 @@
-"""The picture of the README is what its programs print."""
+"""The picture of the README is what its programs print; the page on reliability names tests that exist."""
 
 from __future__ import annotations
 
@@ -30,3 +30,12 @@ def test_the_picture_shows_what_the_programs_of_the_readme_print(tmp_path: Path)
     subprocess.run(command, env=environment, check=True, timeout=300)
     assert words(drawn) == words(images / "terminal.svg")
     assert len(words(drawn)) > 100
+
+
+def test_each_promise_names_tests_that_exist():
+    """By their names; a test that is renamed is renamed there."""
+    page = (ROOT / "docs" / "reliability.md").read_text("utf-8")
+    tests = "".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    names = re.findall(r"`(test_\w+)`", page)
+    assert len(names) > 30
+    assert [name for name in names if f"def {name}(" not in tests] == []
