@@ -7,7 +7,7 @@ between, the two together compute the bits of the step on one device.
 State is numbered: the leaves of all variables of the binding, in its order (``read_raw(binding.variables)``,
 flattened). One step is::
 
-    halves = build_halves(call, options, servers=2)
+    halves = build_halves(call, servers=2)
     handed = halves.worker([state[k] for k in halves.pulls], halves.data(binding, arguments))
     for server in halves.servers:
         new = server.apply([state[k] for k in server.reads], [handed[i] for i in server.takes])
@@ -51,7 +51,7 @@ from distribute_jax.program._jaxprs import (
     variables,
 )
 from distribute_jax.program._lowerings import FlatStep, by_equation, flat_step
-from distribute_jax.program._options import RunOptions
+from distribute_jax.program._options import default_run_options
 from distribute_jax.program._plan import Plan, input_marks, plan
 from distribute_jax.program._program import input_order
 from distribute_jax.program._replica_scan import of_replica_id
@@ -188,7 +188,6 @@ def of_replica(data: Sequence[Any], replica: int, replicas: int) -> list[Any]:
 
 def build_halves(
     call: Call,
-    options: RunOptions,
     servers: int,
     known: Placement = MappingProxyType({}),
     partitioner: Callable[..., Any] | None = None,
@@ -206,7 +205,7 @@ def build_halves(
     _check_types(call, traced)
     replicas, arguments = num_replicas(call.mesh), len(call.arguments.data)
     marks = input_marks(call, traced, arguments if replicas == 1 else of_workers)
-    decided = plan(call, traced, options, marks)
+    decided = plan(call, traced, default_run_options(), marks)
     order, _, arrays = input_order(traced)
     body = traced_body(_of_one_worker(call, traced, decided, order), _is_inlined)
     if replicas > 1:

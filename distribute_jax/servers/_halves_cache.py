@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
 
 from distribute_jax._jax_private import read_raw
 from distribute_jax.program._arguments import Arguments, check_function, flatten_arguments
@@ -21,8 +20,8 @@ from distribute_jax.program._binding import (
     step_lock,
 )
 from distribute_jax.program._cache import Recompilations, Request
-from distribute_jax.program._capture import captures, unwrap_jit
-from distribute_jax.program._options import RunOptions, checked_run_options
+from distribute_jax.program._capture import captures
+from distribute_jax.program._options import default_run_options
 from distribute_jax.program._results import rebuild
 from distribute_jax.program._skipped_steps import StepCounts
 from distribute_jax.program._trace import Call
@@ -88,7 +87,6 @@ class HalvesCache:
     """The halves of the steps of one strategy."""
 
     strategy: Any
-    mesh: Mesh
     servers: int
     stored: Any
     """The ``Coordinator``, whose servers store the state of the steps."""
@@ -98,42 +96,34 @@ class HalvesCache:
     _recompilations: Recompilations = field(default_factory=Recompilations)
 
     def bound(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        options: RunOptions | None,
-        of_workers: int = 0,
+        self, fn: Callable[..., Any], args: tuple[Any, ...], of_workers: int = 0
     ) -> tuple[BoundHalves, Arguments]:
         """Returns the halves of a step, from the cache or new ones, and its flat arguments.
 
         The last ``of_workers`` arguments differ between workers.
         """
-        options, fn = checked_run_options(options), unwrap_jit(fn)
         with step_lock:
-            arguments = flatten_arguments(args, kwargs, self.mesh)
-            request = Request(fn, arguments, options)
+            arguments = flatten_arguments(args, {}, self.strategy.mesh)
+            request = Request(fn, arguments, default_run_options())
             for entry in self._bound.get(request.lookup_key, ()):
                 if entry.binding.matches(request.roots) and entry.fits():
                     return entry, arguments
-            entry = self._built(fn, arguments, options, of_workers)
+            entry = self._built(fn, arguments, of_workers)
             alive = {key: [e for e in of if e.binding.alive] for key, of in self._bound.items()}
             self._bound = {key: entries for key, entries in alive.items() if entries}
             entries = [entry, *self._bound.get(request.lookup_key, ())]
             self._bound[request.lookup_key] = entries[:_MAX_ENTRIES]
             return entry, arguments
 
-    def _built(
-        self, fn: Callable[..., Any], arguments: Arguments, options: RunOptions, of_workers: int
-    ) -> BoundHalves:
+    def _built(self, fn: Any, arguments: Arguments, of_workers: int) -> BoundHalves:
         check_function(fn)
         name, binding = step_name(fn), Binding(fn, arguments)
         check_leaked_tracers(binding)
         contents = copy_contents(binding.guard.containers)
         with contents_restored_on_error(contents), explain_compile_errors(name):
-            call = Call(fn, binding, arguments, self.strategy, self.mesh)
+            call = Call(fn, binding, arguments, self.strategy, self.strategy.mesh)
             how = self.stored.known(binding), self.partitioner, of_workers, self.sparse
-            halves = build_halves(call, options, self.servers, *how)
+            halves = build_halves(call, self.servers, *how)
         self._recompilations.note(fn, binding, arguments)
         bound = BoundHalves(name, halves, Binding(fn, arguments))
         self.stored.load(bound)

@@ -61,7 +61,7 @@ class ServersRunner(Runner):
         self._coordinator, self._engine = coordinator, engine
         self._shares = strategy.num_replicas_in_sync
         servers = len(coordinator.stores)
-        self._halves = HalvesCache(strategy, strategy.mesh, servers, coordinator, **options)
+        self._halves = HalvesCache(strategy, servers, coordinator, **options)
         self._guarded: dict[int, tuple[StepCounts, int]] = {}
         self._element_counts: dict[Any, list[int]] = {}
         """How many elements of each of its arguments a function took when it was last traced."""
@@ -138,7 +138,7 @@ class ServersRunner(Runner):
         plain = [x for x, kind in zip(arguments, kinds, strict=True) if kind is None]
         last, known = None, self._last  # which another thread may replace
         if not plain and isinstance(fn, FunctionType):
-            settings = self._coordinator.workers, trace_settings(), checked_run_options(None)
+            settings = self._coordinator.workers, trace_settings()
             last = weakref.ref(fn), (tree, *arguments, *settings)
             if last == known[:2] and known[2].fits_function(fn):
                 return *known[2:], None
@@ -155,7 +155,7 @@ class ServersRunner(Runner):
             step = _Closure(fn, kinds, tree, inputs, counts)
             every = (*plain, *leaves, _first_worker())
             try:
-                bound, parsed = self._halves.bound(step, every, {}, None, len(leaves) + 1)
+                bound, parsed = self._halves.bound(step, every, len(leaves) + 1)
                 break
             except MoreElementsError:
                 if max(counts) > _MAX_ELEMENTS:

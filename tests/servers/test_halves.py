@@ -29,8 +29,7 @@ class Servers:
     def __init__(self, servers: int, *, travels: bool = False) -> None:
         self.strategy = dj.OneDeviceStrategy("cpu:0")
         self.travels = travels
-        mesh = self.strategy.mesh
-        self.cache = HalvesCache(self.strategy, mesh, servers, self, partitioner=None, sparse=None)
+        self.cache = HalvesCache(self.strategy, servers, self, partitioner=None, sparse=None)
 
     def known(self, _binding: Any) -> dict[Any, Any]:
         """No earlier step has decided which server stores what."""
@@ -51,7 +50,7 @@ class Servers:
 
     def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Runs a step; only values that the halves name pass between worker and servers."""
-        bound, arguments = self.cache.bound(step, args, {}, None)
+        bound, arguments = self.cache.bound(step, args)
         halves, stored = self.halves, self.stored
         pulled = [stored[min(halves.placement[k])][k] for k in halves.pulls]
         handed = halves.worker(pulled, halves.data(bound.binding, arguments))
@@ -384,7 +383,7 @@ def test_two_steps_from_the_same_state_both_count():
     servers.run(step, args=(ONES,))
     (server,), halves = servers.halves.servers, servers.halves
     (state,) = servers.stored
-    bound, arguments = servers.cache.bound(step, (ONES,), {}, None)
+    bound, arguments = servers.cache.bound(step, (ONES,))
     data = halves.data(bound.binding, arguments)
     pulled = [state[k] for k in halves.pulls]
     for _ in range(3):
