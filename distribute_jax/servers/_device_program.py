@@ -112,7 +112,7 @@ def build_device_program(
         def result(v: Any, rows: Rows | RowIds | None) -> Any:
             if not is_literal(v) and v in touched:
                 ids: Any = needs.rows[v]
-                return ids.put(of_input[touched[v]], computed.needed(v))
+                return ids.put(of_input[touched[v]], computed.of(v, ids))
             value = computed.of(v, rows)
             if not is_literal(v) and v in by_first:  # -0.0 + x is x for every x
                 is_first = computed.of(open_jaxpr(body).invars[0]) == 0

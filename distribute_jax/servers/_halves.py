@@ -7,7 +7,7 @@ between, the two together compute the bits of the step on one device.
 State is numbered: the leaves of all variables of the binding, in its order (``read_raw(binding.variables)``,
 flattened). One step is::
 
-    halves = build_halves(call, servers=2)
+    halves = build_halves(call, servers, known, partitioner, of_workers, sparse)
     handed = halves.worker([state[k] for k in halves.pulls], halves.data(binding, arguments))
     for server in halves.servers:
         new = server.apply([state[k] for k in server.reads], [handed[i] for i in server.takes])
@@ -24,7 +24,6 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -189,10 +188,10 @@ def of_replica(data: Sequence[Any], replica: int, replicas: int) -> list[Any]:
 def build_halves(
     call: Call,
     servers: int,
-    known: Placement = MappingProxyType({}),
-    partitioner: Callable[..., Any] | None = None,
-    of_workers: int = 0,
-    sparse: str | None = None,
+    known: Placement,
+    partitioner: Callable[..., Any] | None,
+    of_workers: int,
+    sparse: str | None,
 ) -> Halves:
     """Traces and proves a step, and splits it between servers and the worker of a replica.
 

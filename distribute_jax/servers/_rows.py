@@ -230,7 +230,7 @@ class Computed:
             table, indices, *updates = eqn.invars
             ids: Any = self._needs.rows[table]
             others = [ids.local(eqn, self.of(indices)), *map(self.of, updates)]
-            return eqn.primitive.bind(self.needed(table), *others, **params)
+            return eqn.primitive.bind(self.of(table, ids), *others, **params)
         rows: Any = self._needs.rows[eqn.outvars[0]]
         needed = zip(eqn.invars, _operands(eqn, rows) or (), strict=True)
         operands = [self.of(v, of) for v, of in needed]
@@ -240,10 +240,6 @@ class Computed:
             params["sharding"] = None
         out = eqn.primitive.bind(*operands, **params)
         return out[0] if eqn.primitive.multiple_results else out
-
-    def needed(self, v: Any) -> Any:
-        """Returns the rows of a value that are needed."""
-        return self.of(v, self._needs.rows[v])
 
     def of(self, v: Any, rows: Rows | RowIds | None = None) -> Any:
         """Returns a value, or these rows of it."""

@@ -156,8 +156,7 @@ class State:
         if self.knows(values):  # runs before must not be repeated with what comes after them
             self.save()
         with interrupts_held_back():
-            if self.saved_version is not None:
-                self._save(values, self.saved_version)
+            self._save(values, self.saved_version or 0)
             if self.recorder is not None:
                 self.recorder.note_write(self._log.version, values)
             for key, value in values.items():
