@@ -14,6 +14,7 @@ from distribute_jax import _context
 from distribute_jax._checks import check_int
 from distribute_jax._errors import ArgumentError
 from distribute_jax._mesh import outside_mesh
+from distribute_jax._messages import is_number
 from distribute_jax._values import PerReplica, mark_mirrored, step_of
 from distribute_jax.program._arguments import Arguments
 from distribute_jax.program._call import BoundProgram
@@ -106,18 +107,20 @@ def _stacked(first: Any, *others: Any) -> Any:
     shapes = {
         leaf.part_shape if isinstance(leaf, PerReplica) else jnp.shape(leaf) for leaf in leaves
     }
-    if len(shapes) > 1:
+    if len(shapes) > 1 or len({isinstance(leaf, PerReplica) for leaf in leaves}) > 1:
         raise ArgumentError(
             "strategy.run_steps cannot stack results whose shapes differ from step to step, as the rows of a "
-            'partial batch on one replica or with partial="shrink". Reduce them inside the step, or use '
-            "strategy.run."
+            'partial batch on one replica or with partial="shrink", or that only some of the steps have for '
+            "each replica. Reduce them inside the step, or use strategy.run."
         )
     if isinstance(first, PerReplica):
         arrays = jnp.stack([leaf.global_array for leaf in leaves], axis=1)
         ambiguous = _MIXED if any(leaf.counts is not None for leaf in leaves) else first.ambiguous
         return PerReplica(arrays, first.mesh, ambiguous=ambiguous, step=first.step)
-    if isinstance(first, jax.Array):
-        return mark_mirrored(jnp.stack(leaves), step_of(first))
+    computed = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+    if computed or (is_number(first) and len(set(leaves)) > 1):  # ints of Python may differ, too
+        steps = jnp.stack([jnp.asarray(leaf) for leaf in leaves])
+        return mark_mirrored(steps, step_of(computed[0]) if computed else None)
     return first
 
 

@@ -298,9 +298,9 @@ class StepLogs:
         self.pending: list[Any] = []
         self._sums: dict[str, tuple[float, int]] = {}
 
-    def add(self, returned: Any) -> None:
-        """Adds the results of a dispatch, of one step or several."""
-        self.pending.append(returned)
+    def add(self, returned: Any, num_steps: int) -> None:
+        """Adds the results of a dispatch."""
+        self.pending.append((returned, num_steps))
         if len(self.pending) == _MAX_UNREAD:
             self._read_all()
 
@@ -332,13 +332,14 @@ class StepLogs:
         self._read(pending)
 
     def _read(self, pending: list[Any]) -> None:
-        for logs in map(self.strategy._fetch, pending):
-            for name, value in (logs or {}).items():
+        for returned, num_steps in pending:
+            for name, value in (self.strategy._fetch(returned) or {}).items():
                 if isinstance(value, PerReplica):
                     value = self.strategy.reduce("sum", value, axis=None)
-                steps = np.ravel(jax.device_get(value)).astype(np.float64)
+                # A number of Python is that of all steps.
+                steps = np.broadcast_to(np.ravel(jax.device_get(value)), num_steps)
                 total, count = self._sums.get(name, (0.0, 0))
-                self._sums[name] = total + float(steps.sum()), count + steps.size
+                self._sums[name] = total + float(steps.sum(dtype=float)), count + num_steps
 
 
 _DROP_PARTIAL = (

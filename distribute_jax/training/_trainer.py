@@ -270,7 +270,7 @@ class Trainer:
                 if consume is not None:
                     consume(outs, batches.examples - examples)
                 elif self.overrides(kind):
-                    self.step_logs[kind].add(outs)
+                    self.step_logs[kind].add(outs, num_batches)
                 callbacks.batch_end(kind, done - 1, num_batches, batches.examples - start, logs)
                 if kind == "train" and callbacks.model.stop_training:
                     break

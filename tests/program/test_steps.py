@@ -127,6 +127,25 @@ def test_a_thread_that_makes_the_batches_may_take_a_snapshot(s2: dj.MirroredStra
     assert float(weight[...]) == 2 + 2 * 3
 
 
+@pytest.mark.parametrize("sizes", [(4, 4, 3), (3, 4, 4)])
+def test_numbers_that_differ_between_full_and_partial_batches_are_stacked(
+    s2: dj.MirroredStrategy, sizes: tuple[int, ...]
+):
+    """The number of examples is an int of Python for a full batch. Parts of some steps are refused."""
+    batches = [np.ones(size, np.float32) for size in sizes]
+    count = lambda x: dj.get_replica_context().real_examples  # noqa: E731
+    counts = s2.run_steps(count, iter(s2.distribute_dataset(batches)), steps=3)
+    assert counts.tolist() == [*sizes]
+    if sizes[-1] == 3:
+        mask = lambda x: jnp.sum(dj.get_replica_context().batch_mask)  # noqa: E731
+        with pytest.raises(ValueError, match="only some of the steps have for each replica"):
+            s2.run_steps(
+                lambda x: mask(x) if dj.get_replica_context().is_padded else 2,
+                iter(s2.distribute_dataset(batches)),
+                steps=3,
+            )
+
+
 @pytest.mark.parametrize("came", [0, 1, 2])
 def test_batches_before_an_error_of_the_source_are_run(s2: dj.MirroredStrategy, came: int):
     """As with single steps, the state includes them: no batch that was taken is lost."""

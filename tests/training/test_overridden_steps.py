@@ -130,13 +130,16 @@ class Parts(dj.Model):
 
     def test_step(self, batch: Any) -> Any:
         penalty = dj.scale_regularization_loss(jnp.sum(self.module.kernel[...] ** 2))
-        return {"penalty": penalty, "one": dj.compute_average_loss(jnp.ones(len(batch[0])))}
+        rows = dj.get_replica_context().real_examples  # an int of Python for a full batch
+        one = dj.compute_average_loss(jnp.ones(len(batch[0])))
+        return {"penalty": penalty, "one": one, "rows": rows}
 
 
 def test_parts_that_are_equal_on_all_replicas_are_summed_too(s4: dj.Strategy):
     with s4.scope():
         model = Parts(nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
     model.compile(steps_per_execution=2)
-    logs = model.evaluate(X, Y, batch_size=8, verbose=0, return_dict=True)
+    logs = model.evaluate(X, Y, batch_size=4, verbose=0, return_dict=True)
     assert logs["one"] == pytest.approx(1)
+    assert logs["rows"] == pytest.approx(11 / 3)
     assert logs["penalty"] == pytest.approx(float(np.sum(model.get_weights()[1] ** 2)))
