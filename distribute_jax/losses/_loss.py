@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -110,7 +111,28 @@ class Loss:
             f"{self.name}: y_pred", y_pred, "arrays, in a tree whose keys can be sorted"
         ):
             predicted = jax.tree.map(self._converted, y_pred)
-        return one_for_each(f"The loss {self.name}", self.call(y_true, predicted), y_pred)
+        what = getattr(self, "_what", f"The loss {self.name}")
+        losses = one_for_each(what, self.call(y_true, predicted), y_pred)
+        if self._are_of_pairs(losses.shape, y_true, predicted):
+            raise ArgumentError(
+                f"{what} returned {leaf_text(losses)}, a number for each pair of examples: "
+                "labels and predictions of different shapes were broadcast. Compare arrays of one shape. A "
+                "function gets labels of shape (n,) as (n, 1) if that is the shape of the predictions."
+            )
+        return losses
+
+    def _are_of_pairs(self, shape: tuple[int, ...], y_true: Any, y_pred: Any) -> bool:
+        """True for losses of shape (n, n, ...) which for n + 1 examples have (n + 1, n + 1, ...)."""
+        n = shape[0]
+        if len(shape) == 1 or shape[1] != n or n == 1:
+            return False
+        with suppress(Exception):  # a loss of examples of another number may be an error
+            more = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct((n + 1, *leaf.shape[1:]), leaf.dtype),
+                (y_true, y_pred),
+            )
+            return jax.eval_shape(self.call, *more).shape[:2] == (n + 1, n + 1)
+        return False
 
     @promoting
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> jax.Array:

@@ -144,6 +144,10 @@ RESULTS = {
     "a mean": (lambda y_true, y_pred: jnp.mean(y_true - y_pred), r"float32\[\] for 3 examples"),
     "other rows": (lambda y_true, y_pred: jnp.zeros(2), r"float32\[2\] for 3 examples"),
     "nothing": (lambda y_true, y_pred: None, "returned NoneType None for 3 ex"),
+    "pairs": (
+        lambda y_true, y_pred: y_true - y_pred[:, 0],
+        r"3,3\], a number for each pair of exam",
+    ),
 }
 
 
@@ -154,6 +158,11 @@ def test_a_function_that_does_not_return_one_loss_for_each_example_is_refused_wh
     function, message = RESULTS[case]
     with pytest.raises(dj.ArgumentError, match=message):
         jax.eval_shape(losses.get(function), Y, P)
+
+
+def test_three_losses_for_each_of_three_examples_are_not_of_pairs():
+    quantiles = losses.get(lambda y_true, y_pred: (y_true - y_pred) * jnp.arange(3.0))
+    assert quantiles.per_example(Y, P).shape == (3, 3)
 
 
 def test_an_error_in_a_function_has_a_note_of_its_arguments():
