@@ -253,7 +253,7 @@ class BoundProgram:
         if not self.inputs:
             return outs
         self._storing, state = outs, self.state_size
-        self.last_state, self._read_only_state = [*outs[:state], *self._read_only_state], []
+        self.last_state, self._read_only_state = outs[:state] + self._read_only_state, []
         if self.program.simple:
             write_raw(self.outputs, outs)
         else:
