@@ -48,7 +48,7 @@ from distribute_jax.program._result_rows import (
     share_sizes,
     traced_larger,
 )
-from distribute_jax.program._trace import Call, Traced
+from distribute_jax.program._trace import Call, Traced, state_outputs
 
 _LEAK = """\
 The padding of a partial batch {does} what the step computes:
@@ -201,10 +201,11 @@ def is_proved_but_for_norms(call: Call, entry: BoundProgram) -> bool:
 
 def _is_proved_but_for_norms(call: Call, entry: BoundProgram) -> bool:
     norms = [norm for norm in _written_batch_norms(entry) if norm.use_running_average is False]
-    sizes, jaxpr = entry.program.traced.sizes, entry.program.traced.jaxpr.jaxpr
-    stats = [k for k, v in enumerate(entry.outputs) if isinstance(v, nnx.BatchStat)]
-    has_mask = max(needed_only(jaxpr, stats)[1], default=0) >= sum(sizes[:3])
-    if not norms or has_mask or not entry.program.simple:
+    traced = entry.program.traced
+    state = enumerate(state_outputs(call, traced))
+    stats = [k for k, (variable, *_) in state if isinstance(variable, nnx.BatchStat)]
+    has_mask = max(needed_only(traced.jaxpr.jaxpr, stats)[1], default=0) >= sum(traced.sizes[:3])
+    if not norms or has_mask:
         return False
     options = RunOptions(check_sync=False, donate_state=False)
     try:

@@ -486,6 +486,16 @@ def test_a_model_predicts_before_it_is_compiled(s4: dj.MirroredStrategy):
     np.testing.assert_array_equal(first, model.predict(X, verbose=0))
 
 
+class Counting(Synchronised):
+    def __init__(self) -> None:
+        self.calls = nnx.Cache((jnp.zeros(()), jnp.zeros(())))  # one variable of two arrays
+        super().__init__()
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls.set_value(tuple(number + 1 for number in self.calls.get_value()))
+        return super().__call__(x)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("rows", [20, 21])
 @pytest.mark.parametrize("replicas", [1, 2, 4])
@@ -497,7 +507,7 @@ def test_batch_norm_is_exact_on_a_partial_batch(
     Its program is compiled in the first epoch alone.
     """
     strategy = dj.MirroredStrategy(list(range(replicas)))
-    model = make_model(strategy, Synchronised)
+    model = make_model(strategy, Counting)
     programs = []
     count = dj.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: programs.append(strategy._runner.programs())
