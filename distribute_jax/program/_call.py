@@ -413,7 +413,8 @@ class DonatedBuffers:
             value = flat[i]
             is_array = isinstance(value, jax.Array)
             candidates = self._by_shard.get(_shard_type(value)) if is_array else None
-            if candidates and _pointers([value]) & _pointers(flat[j] for j in candidates if j != i):
+            others = [flat[j] for j in candidates or () if j != i]
+            if others and _pointers([_computed(value)]) & _pointers(others):
                 flat[i] = jnp.copy(value)
         return flat
 
@@ -425,9 +426,14 @@ def _shard_type(value: Any) -> Any:
 
 
 def _pointers(values: Iterable[Any]) -> set[int]:
-    return {
-        shard.data.unsafe_buffer_pointer()
+    """Returns the addresses of the shards that are computed already.
+
+    No other shares memory with an array that is computed, so none need be waited for.
+    """
+    shards = (
+        shard.data
         for value in values
         if isinstance(value, jax.Array) and not is_key(value)
-        for shard in _computed(value).addressable_shards
-    }
+        for shard in value.addressable_shards
+    )
+    return {shard.unsafe_buffer_pointer() for shard in shards if shard.is_ready()}

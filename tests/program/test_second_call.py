@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import distribute_jax as dj
+from distribute_jax.program import _call
 
 compilations: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -83,3 +84,26 @@ def test_an_argument_may_share_memory_with_the_state(strategy: dj.Strategy, how:
     for _ in range(2):
         run(ALIASES[how](strategy, w))
     np.testing.assert_array_equal(w[...], 4 * (np.arange(3.0) + 1))
+
+
+def test_an_argument_of_the_type_of_the_state_does_not_wait_for_the_step_before(
+    strategy: dj.Strategy, monkeypatch: pytest.MonkeyPatch
+):
+    """Of the state only what is computed already can share memory with a computed argument."""
+    with strategy.scope():
+        total = nnx.Variable(jnp.zeros(()))
+    waited: list[jax.Array] = []
+
+    def wait(array: jax.Array) -> jax.Array:
+        waited.append(array)
+        return array.block_until_ready()
+
+    def step(x: jax.Array) -> None:
+        total[...] += x
+
+    number = jnp.float32(2)
+    strategy.run(step, args=(number,))
+    monkeypatch.setattr(_call, "_computed", wait)
+    strategy.run(step, args=(number,))
+    assert [array is number for array in waited] == [True]
+    assert float(total[...]) == 4
