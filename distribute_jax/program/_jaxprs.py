@@ -375,13 +375,18 @@ def run_bodies(
         first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         [goes_on] = open_jaxpr(params["cond_jaxpr"]).outvars
         is_batched = goes_on.aval.shape != ()
+        choose: Any = jnp.where
+        for _ in goes_on.aval.shape:  # under vmap each element of a loop ends by itself
+            choose = jax.vmap(choose)
 
         def test(carry: Any) -> Any:
             return run(params["cond_jaxpr"], [*values[:first], *carry])[0]
 
         def step(carry: Any) -> Any:
             outs = run(params["body_jaxpr"], [*values[first:second], *carry])
-            return _chosen(test(carry), outs, carry) if is_batched else outs
+            if is_batched:
+                return list(map(functools.partial(choose, test(carry)), outs, carry))
+            return outs
 
         outs: list[Any] = jax.lax.while_loop(
             lambda carry: test(carry).any() if is_batched else test(carry), step, values[second:]
@@ -392,12 +397,6 @@ def run_bodies(
         return list(jax.lax.switch(values[0], branches, *values[1:]))
     body = called_body(eqn) if kind in CALLS else None
     return None if body is None else run(body, values)
-
-
-def _chosen(which: Any, values: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Returns the values of a loop under ``vmap`` that goes on, and the others of one that has ended."""
-    columns = (which.reshape(which.shape + (1,) * (x.ndim - which.ndim)) for x in values)
-    return list(map(jnp.where, columns, values, others))
 
 
 def inlined(closed: Any, opens: Callable[[Any], bool]) -> Any:

@@ -42,10 +42,6 @@ from distribute_jax.program._trace import Call, Traced
 from distribute_jax.program._walk import Marks, Rule, Walk
 
 
-class RefsError(Exception):
-    """The program has refs, through which values may flow anywhere."""
-
-
 def prove_padding(jaxpr: Any, other: Any, shares: tuple[int, int], marks: list[Mark]) -> list[Mark]:
     """Returns the mark of each output of a step, traced with shares of two lengths."""
     outs = PaddingWalk(shares).run(Twins(jaxpr, other), marks)
@@ -98,8 +94,7 @@ class PaddingWalk(Walk):
         """Returns the marks of the outputs of a jaxpr, given those of its inputs.
 
         Raises:
-            UndecidedError: the traces are different programs.
-            RefsError: they have refs.
+            UndecidedError: the traces are different programs, or have refs.
         """
         one, two = map(open_jaxpr, body)
         consts = (getattr(closed, "consts", ()) for closed in body)
@@ -131,7 +126,7 @@ class PaddingWalk(Walk):
     def apply(self, pair: Pair, marks: Marks) -> Marks:
         """Returns the marks of the outputs of an equation."""
         if any(map(is_ref, [*pair.invars, *pair.outvars])):
-            raise RefsError(f"{pair.where} reads or writes a ref")
+            raise UndecidedError(f"{pair.where} reads or writes a ref")
         outs = self.by_rule(STRUCTURE.get(pair.name, _computed), pair, marks)
         outs = [leaking(pair.where)] * len(pair.outvars) if outs is None else outs
         if pair.name not in STRUCTURE and pair.name != "real_rows":
@@ -251,7 +246,7 @@ def padding_leaks(call: Call, entry: BoundProgram, larger: Traced | str) -> list
     inputs = [CLEAN] * (variables + arrays) + data + [CLEAN] * counts
     try:
         marks = prove_padding(traced.jaxpr, larger.jaxpr, share_sizes(call), inputs)
-    except (UndecidedError, RefsError) as error:
+    except UndecidedError as error:
         return [("", Leak(str(error), False))]
     names = entry.output_names()
     leaks = ((names[k], _leak_of(call, entry, k, mark)) for k, mark in enumerate(marks))

@@ -85,9 +85,6 @@ class Ref:
     def __init__(self, content: Mark) -> None:
         self.content = content
 
-    def __bool__(self) -> bool:
-        return bool(self.content)
-
 
 def union(marks: Iterable[Any]) -> Mark:
     """Returns the mark of a value that depends on all the marked values."""

@@ -14,7 +14,7 @@ from jax import lax
 
 from distribute_jax.collectives._markers import real_rows
 from distribute_jax.program._padding_marks import CLEAN, Mark, Rows, UndecidedError
-from distribute_jax.program._padding_proof import RefsError, prove_padding
+from distribute_jax.program._padding_proof import prove_padding
 
 SHARE, LARGER, REPLICAS = 4, 12, 2
 
@@ -189,7 +189,9 @@ def test_a_function_that_jax_itself_traced_is_named_with_the_line_of_its_call():
         ),
         lambda w, x, y, m, c: jnp.isnan(jnp.zeros(5).at[y].add(jnp.where(m, x[:, 0], 0) / m.sum())),
         lambda w, x, y, m, c: jnp.zeros(5).at[y + m].add(jnp.where(m, x[:, 0], 0) / m.sum()),
-        # A mask that is not the mark, and a class that only padding has.
+        # From 128 on an int8 is negative, and counts from the end, where the padding is.
+        lambda w, x, y, m, c: real_mean(x[jnp.arange(len(x)).astype(np.int8).astype(int), y], m, c),
+        # A mask of the step itself, and a class that only padding has.
         lambda w, x, y, m, c: jnp.zeros(5).at[y].add(jnp.arange(len(y)) < m.sum()),
         lambda w, x, y, m, c: (
             jnp.zeros((len(y), 5)).at[jnp.arange(len(y)), jnp.where(m, y, 0)].set(1)[:, 1:].sum(0)
@@ -206,7 +208,7 @@ def test_a_function_that_jax_itself_traced_is_named_with_the_line_of_its_call():
     ],
 )
 def test_undecided_steps_are_neither_proved_nor_refused(step: Step):
-    [mark] = proved(step)
+    [mark] = proved(step, share=300)
     assert mark.leak is not None
     assert not mark.leak.certain
 
@@ -247,17 +249,7 @@ def test_zero_times_padding_that_may_be_nan_is_not_proved():
 
 
 def test_refs_and_traces_that_differ_are_undecided():
-    with pytest.raises(RefsError, match="a ref"):
+    with pytest.raises(UndecidedError, match="a ref"):
         proved(lambda w, x, y, m, c: jax.new_ref(x.sum())[...])
     with pytest.raises(UndecidedError, match="another"):
         proved(lambda w, x, y, m, c: jnp.sin(c.sum()) if len(x) > 5 else jnp.cos(c.sum()))
-
-
-@pytest.mark.parametrize(("dtype", "is_proved"), [(np.int32, True), (np.int8, False)])
-def test_an_index_of_few_bits_is_not_the_row(dtype: Any, is_proved: bool):
-    """From 128 on it is negative, and counts from the end, where the padding is."""
-    [mark] = proved(
-        lambda w, x, y, m, c: real_mean(x[jnp.arange(len(x)).astype(dtype).astype(int), y], m, c),
-        share=300,
-    )
-    assert (mark.leak is None) is is_proved
