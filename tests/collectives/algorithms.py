@@ -27,13 +27,10 @@ ALGORITHMS: dict[str, Callable[[], dj.CrossDeviceOps | None]] = {
 }
 """Functions that create each operation."""
 
+context = dj.get_replica_context
+
 OWN = ("hierarchical, 1 packs", "ring, 1 packs", "ring, 2 packs", "to one")
 """The operations that the library implements itself."""
-
-
-def context() -> Any:
-    """The context of this replica."""
-    return dj.get_replica_context()
 
 
 def strategy_with(ops: dj.CrossDeviceOps | None, replicas: int) -> dj.MirroredStrategy:

@@ -24,6 +24,7 @@ import distribute_jax as dj
 
 WIDTH = 4
 DEPTH = 3
+context = dj.get_replica_context
 Forward = Callable[["Net", jax.Array], jax.Array]
 
 
@@ -35,10 +36,6 @@ class Net(nnx.Module):
         self.stack = nnx.Param(rngs.params.normal((DEPTH, WIDTH, WIDTH)) / 4)
         self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
         self.step = nnx.Variable(jnp.zeros((), jnp.int32))
-
-
-def context() -> Any:
-    return dj.get_replica_context()
 
 
 def layer(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -17,22 +17,17 @@ import distribute_jax as dj
 X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 
 
-class Net(nnx.Module):
-    """Synchronised batch norm."""
-
-    def __init__(self, axis: str) -> None:
-        rngs = nnx.Rngs(0)
-        self.first = nnx.Linear(3, 4, rngs=rngs)
-        self.norm = nnx.BatchNorm(4, axis_name=axis, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return nnx.relu(self.norm(self.first(x)))
+def normed(axis: str) -> nnx.Sequential:
+    """A layer with synchronised batch norm."""
+    rngs = nnx.Rngs(0)
+    norm = nnx.BatchNorm(4, axis_name=axis, rngs=rngs)
+    return nnx.Sequential(nnx.Linear(3, 4, rngs=rngs), norm, nnx.relu)
 
 
 def trained(strategy: dj.Strategy, axis: str, options: dj.RunOptions | None = None) -> list[Any]:
     """Returns the results of two steps with collectives inside scan, cond, jit, checkpoint and grad."""
     with strategy.scope():
-        net = Net(axis)
+        net = normed(axis)
         optimizer = nnx.Optimizer(net, optax.sgd(0.1), wrt=nnx.Param)
 
     def step(x: Any) -> Any:
@@ -84,7 +79,7 @@ def test_every_strategy_takes_the_name(make: Any):
 def test_the_error_for_an_unbound_axis_names_the_axis_to_use(s2: dj.MirroredStrategy):
     """Flax's and Linen's batch norm, for which JAX's error says to use shard_map."""
     with s2.scope():
-        net = Net("batch")
+        net = normed("batch")
         norm = linen.BatchNorm(use_running_average=False, axis_name="i")
         variables = norm.init(jax.random.key(0), jnp.ones((2, 3)))
     words = r"uses the axis '{}', which does not exist: the axis .* is called 'data'.*\n.*axis_name='data'"

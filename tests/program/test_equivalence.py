@@ -25,15 +25,10 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 
-class Net(nnx.Module):
+def network(dtype: jnp.dtype) -> nnx.Sequential:
     """Two layers."""
-
-    def __init__(self, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        self.first = nnx.Linear(5, 7, param_dtype=dtype, rngs=rngs)
-        self.second = nnx.Linear(7, 3, param_dtype=dtype, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.second(nnx.tanh(self.first(x)))
+    linear = functools.partial(nnx.Linear, param_dtype=dtype, rngs=nnx.Rngs(0))
+    return nnx.Sequential(linear(5, 7), nnx.tanh, linear(7, 3))
 
 
 def train(strategy: dj.Strategy, names: tuple[str, ...], dtype: type):
@@ -45,13 +40,13 @@ def train(strategy: dj.Strategy, names: tuple[str, ...], dtype: type):
     sizes = [16, 16, 13, 16, 16, 13, 16, 16, 1, 16]
     batches = [(rng.normal(size=(n, 5)).astype(dtype), rng.integers(0, 3, n)) for n in sizes]
     with strategy.scope():
-        models = {name: Net(dtype, nnx.Rngs(0)) for name in names}
+        models = {name: network(dtype) for name in names}
         optimizers = {
             name: nnx.Optimizer(models[name], OPTIMIZERS[name](), wrt=nnx.Param) for name in names
         }
 
     def trained(name: str, x: jax.Array, y: jax.Array):
-        def loss_fn(model: Net):
+        def loss_fn(model: nnx.Sequential):
             losses = optax.softmax_cross_entropy_with_integer_labels(model(x), y)
             return dj.compute_average_loss(losses)
 
@@ -117,11 +112,11 @@ def test_one_device_equals_plain_flax_and_optax():
     with jax.enable_x64(True):
         losses, params, _ = on_one_device(("adam",), np.float64)
         rng = np.random.default_rng(3)
-        model = Net(np.float64, nnx.Rngs(0))
+        model = network(np.float64)
         optimizer = nnx.Optimizer(model, optax.adam(0.01), wrt=nnx.Param)
 
         @nnx.jit
-        def step(model: Net, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array):
+        def step(model: nnx.Sequential, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array):
             loss, grads = nnx.value_and_grad(
                 lambda model: optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
             )(model)

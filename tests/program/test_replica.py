@@ -14,9 +14,7 @@ from flax import nnx
 
 import distribute_jax as dj
 
-
-def context() -> Any:
-    return dj.get_replica_context()
+context = dj.get_replica_context
 
 
 def rid() -> jax.Array:

@@ -757,20 +757,12 @@ def test_marks_name_sources_with_the_users_line() -> None:
     assert mark == {"x", f"axis_index at test_sync.py:{line}", f"ppermute at test_sync.py:{line}"}
 
 
-class Net(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.inner = nnx.Linear(4, 8, rngs=rngs)
-        self.norm = nnx.BatchNorm(8, rngs=rngs)
-        self.drop = nnx.Dropout(0.5, rngs=rngs)
-        self.outer = nnx.Linear(8, 1, rngs=rngs)
-
-    def __call__(self, x: Any) -> Any:
-        return self.outer(self.drop(nnx.relu(self.norm(self.inner(x)))))
-
-
 def train(reduce: Callable[[Any], Any]) -> dict[str, set[str]]:
     """Traces a training step with Adam, and returns the sources of each part of its result."""
-    graph, params, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
+    rngs = nnx.Rngs(0)
+    layers = nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs), nnx.relu
+    net = nnx.Sequential(*layers, nnx.Dropout(0.5, rngs=rngs), nnx.Linear(8, 1, rngs=rngs))
+    graph, params, rest = nnx.split(net, nnx.Param, ...)
     adam = optax.adam(1e-3)
     structures: list[Any] = []
 

@@ -99,30 +99,26 @@ def forgets(strategy: dj.Strategy) -> None:
     strategy.run(step, args=({"w": jnp.ones(3)}, batch))
 
 
-def of_another(strategy: dj.Strategy) -> None:
-    """Differentiates with respect to an argument that the loss does not use."""
+def trains(strategy: dj.Strategy, loss: Callable[[Any, Any, Any], Any]) -> None:
+    """Takes a step by the gradients of a loss of what it is differentiated by, the module and the batch."""
     with strategy.scope():
         module = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
         optimizer = dj.Optimizer(module, optax.sgd(0.1))
 
     def step(x: Any) -> None:
-        grads = nnx.grad(lambda _: dj.compute_average_loss(module(x)[:, 0] ** 2))(module)
-        optimizer.update(module, grads)
+        optimizer.update(module, nnx.grad(lambda m: loss(m, module, x))(module))
 
     in_step(strategy, step, X)
+
+
+def of_another(strategy: dj.Strategy) -> None:
+    """Differentiates with respect to an argument that the loss does not use."""
+    trains(strategy, lambda _, module, x: dj.compute_average_loss(module(x)[:, 0] ** 2))
 
 
 def of_share(strategy: dj.Strategy, size: Any) -> None:
     """Divides by the batch of one replica, although ``dj.Optimizer`` sums."""
-    with strategy.scope():
-        module = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-        optimizer = dj.Optimizer(module, optax.sgd(0.1))
-
-    def step(x: Any) -> None:
-        grads = nnx.grad(lambda m: dj.compute_average_loss(m(x)[:, 0] ** 2, None, size))(module)
-        optimizer.update(module, grads)
-
-    in_step(strategy, step, X)
+    trains(strategy, lambda m, _, x: dj.compute_average_loss(m(x)[:, 0] ** 2, None, size))
 
 
 def drops(strategy: dj.Strategy, returned: bool = False) -> None:
