@@ -164,20 +164,6 @@ def test_a_train_state_of_linen_trains_and_is_proved(
     np.testing.assert_allclose(state.params["kernel"], wanted.params["kernel"], rtol=1e-5)
 
 
-def test_a_collective_that_some_replicas_skip_is_refused(s4: dj.MirroredStrategy):
-    def step():
-        context = dj.get_replica_context()
-        return jax.lax.cond(
-            context.replica_id_in_sync_group == 0,
-            lambda: context.all_reduce("sum", jnp.ones(())),
-            lambda: jnp.zeros(()),
-        )
-
-    with pytest.raises(RuntimeError, match=r"psum.*test_sync_errors\.py") as caught:
-        s4.run(step)
-    assert isinstance(caught.value, dj.DeadlockError)
-
-
 def test_a_condition_inside_a_library_is_reported_with_its_line(s4: dj.MirroredStrategy):
     """A line search reads the loss under its condition, and the local gradient decides that."""
     tx = optax.scale_by_zoom_linesearch(2)

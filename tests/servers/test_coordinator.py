@@ -139,17 +139,11 @@ def test_rows_of_a_partial_batch_are_cut_or_refused(monkeypatch: pytest.MonkeyPa
         coordinator.schedule(lambda x: x.mean(), args=(last,))
 
 
-class Network(nnx.Module):
+def network() -> nnx.Sequential:
     """A layer with batch norm and dropout."""
-
-    def __init__(self) -> None:
-        rngs = nnx.Rngs(0)
-        self.norm = nnx.BatchNorm(8, rngs=rngs)
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-        self.last = nnx.Linear(8, 1, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.last(self.dropout(nnx.relu(self.norm(x))))
+    rngs = nnx.Rngs(0)
+    norm, dropout = nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+    return nnx.Sequential(norm, nnx.relu, dropout, nnx.Linear(8, 1, rngs=rngs))
 
 
 ROWS = np.random.default_rng(0).normal(size=(12, 16, 8)).astype(np.float32)
@@ -158,13 +152,13 @@ ROWS = np.random.default_rng(0).normal(size=(12, 16, 8)).astype(np.float32)
 def trained(strategy: dj.Strategy) -> tuple[list[float], list[Any]]:
     """The losses of a step on each batch of a distributed dataset, and all numbers after it."""
     with strategy.scope():
-        model = Network()
+        model = network()
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
         seen = dj.Variable(0, aggregation=dj.VariableAggregation.SUM)
         metric = nnx.metrics.Average("loss")
 
     def step(x: jax.Array) -> jax.Array:
-        def loss_of(model: Network) -> Any:
+        def loss_of(model: nnx.Sequential) -> Any:
             losses = (model(x) - x.sum(1, keepdims=True))[:, 0] ** 2
             return dj.compute_average_loss(losses), losses
 

@@ -26,23 +26,17 @@ X = random.normal(size=(139, 8)).astype(np.float32)
 Y = random.integers(0, 3, 139)
 
 
-class Network(nnx.Module):
+def network() -> nnx.Sequential:
     """Two layers with dropout."""
-
-    def __init__(self) -> None:
-        rngs = nnx.Rngs(0)
-        self.first = nnx.Linear(8, 16, rngs=rngs)
-        self.dropout = nnx.Dropout(0.1, rngs=rngs)
-        self.last = nnx.Linear(16, 3, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.last(self.dropout(nnx.relu(self.first(x))))
+    rngs = nnx.Rngs(0)
+    first, dropout = nnx.Linear(8, 16, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+    return nnx.Sequential(first, nnx.relu, dropout, nnx.Linear(16, 3, rngs=rngs))
 
 
 def model_on(strategy: dj.Strategy) -> dj.Model:
     """A compiled model."""
     with strategy.scope():
-        model = dj.Model(Network())
+        model = dj.Model(network())
     loss = dj.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optax.inject_hyperparams(optax.adam)(1e-2), loss=loss, metrics=["accuracy"])
     return model
