@@ -46,20 +46,22 @@ class State(TrainState):
     key: jax.Array
 
 
+def loss_of(params: Any, state: State, x: jax.Array, y: jax.Array, rngs: Any = None) -> Any:
+    """A part of the mean loss, and the new statistics of a share."""
+    variables = {"params": params, "batch_stats": state.batch_stats}
+    logits, changed = state.apply_fn(variables, x, True, mutable=["batch_stats"], rngs=rngs)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+    return dj.compute_average_loss(losses), changed["batch_stats"]
+
+
 def train_step(state: State, x: jax.Array, y: jax.Array) -> tuple[State, jax.Array]:
     """Takes one step on this replica's share of the global batch."""
     replica = dj.get_replica_context()
     key = jax.random.fold_in(state.key, state.step)
     # Without the replica id every replica would drop the same units.
     rngs = {"dropout": jax.random.fold_in(key, replica.replica_id_in_sync_group)}
-
-    def loss_fn(params: Any) -> tuple[jax.Array, Any]:
-        variables = {"params": params, "batch_stats": state.batch_stats}
-        logits, changed = state.apply_fn(variables, x, True, mutable=["batch_stats"], rngs=rngs)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
-        return dj.compute_average_loss(losses), changed["batch_stats"]
-
-    (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    of_params = jax.value_and_grad(loss_of, has_aux=True)
+    (loss, stats), grads = of_params(state.params, state, x, y, rngs)
     loss, grads = replica.all_reduce("sum", (loss, grads))
     stats = replica.all_reduce("mean", stats)
     return state.apply_gradients(grads=grads, batch_stats=stats), loss
@@ -195,14 +197,7 @@ def loose_step(
     state: State, x: jax.Array, y: jax.Array, *, grads: bool = False, stats: str = "in the state"
 ) -> Any:
     """A step that leaves the gradients or the statistics as they are on this replica."""
-
-    def loss_fn(params: Any) -> tuple[jax.Array, Any]:
-        variables = {"params": params, "batch_stats": state.batch_stats}
-        logits, changed = state.apply_fn(variables, x, mutable=["batch_stats"])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
-        return dj.compute_average_loss(losses), changed["batch_stats"]
-
-    gradients, changed = jax.grad(loss_fn, has_aux=True)(state.params)
+    gradients, changed = jax.grad(loss_of, has_aux=True)(state.params, state, x, y)
     if grads:
         gradients = dj.get_replica_context().all_reduce("sum", gradients)
     state = state.apply_gradients(grads=gradients)

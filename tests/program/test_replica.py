@@ -11,26 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from leaves import replica_number
 
 import distribute_jax as dj
 
 context = dj.get_replica_context
 
 
-def rid() -> jax.Array:
-    return context().replica_id_in_sync_group.astype(jnp.float32)
-
-
 @pytest.mark.parametrize(("op", "wanted"), [("sum", 3.0), ("MEAN", 1.5), (dj.ReduceOp.SUM, 3.0)])
 def test_all_reduce_of_one_and_two(s2: dj.MirroredStrategy, op: object, wanted: float):
-    result = s2.run(lambda: context().all_reduce(op, rid() + 1))
+    result = s2.run(lambda: context().all_reduce(op, replica_number() + 1))
     assert [float(v) for v in s2.experimental_local_results(result)] == [wanted] * 2
 
 
 def test_all_reduce_of_a_nest_in_one_call(s2: dj.MirroredStrategy):
     def step(op: str):
-        first = jnp.where(rid() == 0, 1, 3)
-        inner = jnp.where(rid() == 0, jnp.array([39, 2]), jnp.array([3, 41]))
+        first = jnp.where(replica_number() == 0, 1, 3)
+        inner = jnp.where(replica_number() == 0, jnp.array([39, 2]), jnp.array([3, 41]))
         return context().all_reduce(op, (first, {"inner": [inner]}))
 
     total = s2.run(step, args=("sum",))
@@ -41,7 +38,12 @@ def test_all_reduce_of_a_nest_in_one_call(s2: dj.MirroredStrategy):
 
 def test_mixed_dtypes_in_one_call_keep_their_dtypes(s2: dj.MirroredStrategy):
     def step():
-        leaves = {"f": rid(), "b": rid().astype(jnp.bfloat16), "i": jnp.int32(2), "n": 1.5}
+        leaves = {
+            "f": replica_number(),
+            "b": replica_number().astype(jnp.bfloat16),
+            "i": jnp.int32(2),
+            "n": 1.5,
+        }
         return context().all_reduce("sum", leaves), context().all_reduce("mean", leaves)
 
     total, mean = s2.run(step)
@@ -60,13 +62,15 @@ def test_leaves_that_cannot_be_added_are_named(s2: dj.MirroredStrategy, leaf: ob
 
 
 def test_all_gather_joins_in_replica_order_for_everyone(s4: dj.MirroredStrategy):
-    rows = s4.run(lambda: context().all_gather(rid() * jnp.ones((1, 2)), axis=0))
+    rows = s4.run(lambda: context().all_gather(replica_number() * jnp.ones((1, 2)), axis=0))
     assert isinstance(rows, jax.Array)
     assert rows.tolist() == [[i, i] for i in range(4)]
-    columns = s4.run(lambda: context().all_gather({"a": rid() * jnp.ones((2, 1))}, axis=-1))
+    columns = s4.run(
+        lambda: context().all_gather({"a": replica_number() * jnp.ones((2, 1))}, axis=-1)
+    )
     assert columns["a"].tolist() == [[0, 1, 2, 3]] * 2
     with pytest.raises(ValueError, match="has no dims"):
-        s4.run(lambda: context().all_gather(rid(), axis=0))
+        s4.run(lambda: context().all_gather(replica_number(), axis=0))
     with pytest.raises(ValueError, match="only 1 dims"):
         s4.run(lambda: context().all_gather(jnp.ones(2), axis=1))
 
@@ -75,22 +79,23 @@ def test_all_gather_joins_in_replica_order_for_everyone(s4: dj.MirroredStrategy)
     ("loss", "wanted"),
     [
         # The upstream gradients are 1 and 2: their sum, their mean, the slice of their sum.
-        (lambda x: (rid() + 1) * context().all_reduce("sum", x), [3.0, 3.0]),
-        (lambda x: (rid() + 1) * context().all_reduce("mean", x), [1.5, 1.5]),
+        (lambda x: (replica_number() + 1) * context().all_reduce("sum", x), [3.0, 3.0]),
+        (lambda x: (replica_number() + 1) * context().all_reduce("mean", x), [1.5, 1.5]),
         (
             lambda x: (
-                (rid() + 1) * jnp.dot(context().all_gather(x[None], 0), jnp.array([10.0, 1.0]))
+                (replica_number() + 1)
+                * jnp.dot(context().all_gather(x[None], 0), jnp.array([10.0, 1.0]))
             ),
             [30.0, 3.0],
         ),
-        (lambda x: (rid() + 1) * x**2, [2.0, 8.0]),
+        (lambda x: (replica_number() + 1) * x**2, [2.0, 8.0]),
     ],
     ids=["sum", "mean", "gather", "local"],
 )
 def test_gradients_are_those_of_tensorflow(
     s2: dj.MirroredStrategy, loss: Callable[[jax.Array], jax.Array], wanted: list[float]
 ):
-    result = s2.run(lambda: jax.grad(loss)(rid() + 1))
+    result = s2.run(lambda: jax.grad(loss)(replica_number() + 1))
     assert [float(v) for v in s2.experimental_local_results(result)] == wanted
 
 
@@ -107,7 +112,7 @@ def test_wrong_arguments_are_named(s2: dj.MirroredStrategy):
 def test_merge_call_works_inside_nested_functions(s2: dj.MirroredStrategy, wrap: Any):
     def inner():
         return context().merge_call(
-            lambda strategy, v: strategy.reduce("sum", v), args=(rid() + 3,)
+            lambda strategy, v: strategy.reduce("sum", v), args=(replica_number() + 3,)
         )
 
     assert float(s2.run(lambda: wrap(inner)())) == 7.0

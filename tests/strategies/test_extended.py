@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from leaves import replica_number
 
 import distribute_jax as dj
 
 
 def ids(strategy: dj.Strategy) -> Any:
-    return strategy.run(
-        lambda: dj.get_replica_context().replica_id_in_sync_group.astype(jnp.float32)
-    )
+    return strategy.run(replica_number)
 
 
 def made(strategy: dj.Strategy, value: float = 1.0, **kinds: Any) -> dj.Variable:
