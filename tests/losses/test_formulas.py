@@ -1,4 +1,4 @@
-"""Each loss equals its formula in NumPy, and Keras 3.15 on a few inputs."""
+"""Each loss equals its formula in NumPy, and Keras 3.15 on a few inputs; which outputs it refuses."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 import distribute_jax as dj
 from distribute_jax import losses
+from distribute_jax.losses._shapes import check_probabilities
 
 RNG = np.random.default_rng(0)
 Y, P = RNG.normal(size=(2, 5, 3))
@@ -263,3 +264,45 @@ def test_invalid_arguments_are_refused(case: str):
     make, message = ARGUMENTS[case]
     with pytest.raises(dj.ArgumentError, match=message):
         make()
+
+
+NO_PROBABILITIES: dict[str, tuple[losses.Loss, Any, str]] = {
+    "logits": (losses.get("sparse_categorical_crossentropy"), P, "outside of 0 to 1"),
+    "sigmoids": (losses.CategoricalCrossentropy(), SIGMOID, "sum to .*, not 1"),
+    "focal": (losses.CategoricalFocalCrossentropy(axis=1), SIGMOID, "sum to .*, not 1"),
+    "binary": (losses.get("bce"), P, "outside of 0 to 1"),
+    "too large": (losses.BinaryFocalCrossentropy(), SIGMOID + 1, "outside of 0 to 1"),
+    "half": (losses.CategoricalCrossentropy(), jnp.asarray(SIGMOID, jnp.bfloat16), "not 1"),
+}
+
+
+@pytest.mark.parametrize("case", NO_PROBABILITIES)
+def test_outputs_that_are_not_probabilities_are_refused_with_advice_for_logits(case: str):
+    loss, outputs, message = NO_PROBABILITIES[case]
+    with pytest.raises(dj.ArgumentError, match=message) as caught:
+        check_probabilities(loss, outputs)
+    assert f"dj.losses.{type(loss).__name__}(from_logits=True)" in str(caught.value)
+
+
+def test_the_advice_for_a_loss_without_from_logits_is_a_softmax():
+    with pytest.raises(dj.ArgumentError, match=r"jax.nn.softmax\(outputs\)"):
+        check_probabilities(losses.KLDivergence(), P)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_probabilities_pass_in_every_dtype(dtype: Any):
+    """Narrow dtypes are rounded: three times a third in bfloat16 is 1.002."""
+    thirds = np.asarray(jnp.full((4, 3), 1 / 3, dtype))
+    check_probabilities(losses.SparseCategoricalCrossentropy(), thirds)
+    check_probabilities(losses.BinaryCrossentropy(), jnp.asarray(SIGMOID, dtype))
+
+
+def test_losses_without_expectations_and_outputs_of_nan_pass():
+    for loss in (
+        losses.SparseCategoricalCrossentropy(from_logits=True),
+        losses.MeanSquaredError(),
+        losses.get(lambda y_true, y_pred: y_true - y_pred),
+    ):
+        assert loss.expects is None
+        check_probabilities(loss, P)
+    check_probabilities(losses.CategoricalCrossentropy(), np.full((2, 3), np.nan))
