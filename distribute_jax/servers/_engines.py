@@ -90,13 +90,14 @@ class Engine:
 
     def resize(self, workers: int) -> None:
         """Changes the number of workers; waits for those that leave to finish what they run."""
-        self._coordinator.resize(workers)
-        if self.has_started:
+        with self._starting:  # another thread may schedule first, or change their number too
+            self._coordinator.resize(workers)
             leaving = self._threads[workers:]
             del self._threads[workers:]  # also if the wait for them is interrupted
             for thread in leaving:
                 thread.join()
-            self._start_threads()
+            if self.has_started:
+                self._start_threads()
 
     def kill(self, kind: str, number: int) -> None:
         raise UnsupportedError(

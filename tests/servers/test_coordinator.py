@@ -1013,6 +1013,26 @@ def test_threads_that_schedule_first_start_the_workers_once(
     assert (float(total[...]), len(engine._threads)) == (20.0, 2)
 
 
+def test_workers_that_are_added_while_the_first_start_start_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a removal would wait for ever for one of two workers of a number."""
+    strategy, coordinator = of_servers(2)
+    start, adding = threading.Thread.start, threading.Thread(target=strategy.add_workers, args=(1,))
+
+    def add_before_the_second(thread: threading.Thread) -> None:
+        if thread.name.startswith("worker 1") and adding.ident is None:
+            start(adding)
+            adding.join(0.2)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", add_before_the_second)
+    coordinator.schedule(lambda: jnp.ones(())).fetch()
+    adding.join(SECONDS)
+    names = [thread.name for thread in strategy._engine._threads]
+    assert len(set(names)) == len(names) == strategy.workers == 3
+
+
 def test_random_keys_are_fetched_as_they_are() -> None:
     """NumPy has no arrays of them."""
     _, coordinator = of_servers(1)
