@@ -236,8 +236,7 @@ class Walker:
         keys = []
         for key, child in list(table.items()):
             place = ItemPath(table, key) if settable else FixedValue(child)
-            child_key = self.visit(child, f"{name}[{key!r}]", place)
-            keys.append((key if _is_hashable(key) else id(key), child_key))
+            keys.append((key, self.visit(child, f"{name}[{key!r}]", place)))
         return tuple(keys)
 
     def _callable(self, value: Any, name: str) -> Any:
