@@ -120,12 +120,6 @@ class Mark:
         return self.empty if self.const is None else known_pad(self.const, is_pure=True)
 
     @property
-    def has_padding_if_empty(self) -> bool:
-        """True if the entries depend on the padding on a replica without real rows."""
-        is_known = self.if_empty.number is not None
-        return self.varies_if_empty or (not is_known and any(r.data for r in self.rows))
-
-    @property
     def is_clean(self) -> bool:
         """True if the value cannot depend on padding."""
         return not (self.rows or self.leak)

@@ -354,9 +354,9 @@ _ARRANGING = frozenset({
 def on_empty_replica(pair: Pair, marks: Sequence[Mark], out: Mark) -> Mark:
     """Returns the mark of a result with what is known of it on a replica without real rows."""
     empty = _pad_if_empty(pair, [mark.if_empty for mark in marks], out)
-    varies = any(mark.varies_if_empty for mark in marks)
-    if not empty.is_finite:
-        varies = varies or any(mark.has_padding_if_empty for mark in marks)
+    # Its rows are all padding: what was not replaced there by a number may differ.
+    padded = (m.if_empty.number is None and any(r.data for r in m.rows) for m in marks)
+    varies = any(m.varies_if_empty for m in marks) or (not empty.is_finite and any(padded))
     return replace(out, empty=empty, varies_if_empty=varies and empty.number is None)
 
 
