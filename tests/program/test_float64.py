@@ -62,10 +62,7 @@ PROGRAMS: dict[str, Callable[[jax.Array], Any]] = {
 }
 
 
-BY_DEFAULT = (
-    *("rows that are read several times", "a loop", "a loop of each row", "a scan", "a branch"),
-    "a reference",
-)
+BY_DEFAULT = ("rows that are read several times", "a loop", "a scan", "a branch", "a reference")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -260,15 +261,11 @@ def test_an_interrupted_check_is_made_again_in_full(
     _, batch = s4.distribute_dataset(batches(8, 5))
     step = lambda x: jax.lax.psum(jnp.float32(x.shape[0]), "data")  # noqa: E731
     with monkeypatch.context() as patch:
-        patch.setattr(_padding_check, "build", interrupted)
+        patch.setattr(_padding_check, "build", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             s4.run(step, args=(batch,))
     with pytest.raises(dj.PaddingLeakError, match="more padding"):
         s4.run(step, args=(batch,))
-
-
-def interrupted(*_: Any):
-    raise KeyboardInterrupt
 
 
 def test_a_nan_that_only_padding_makes_is_an_error(s4: dj.MirroredStrategy):
