@@ -269,6 +269,8 @@ def _restore(node: Any, table: dict[str, Any], old: dict[str, Any], rebuilt: lis
     changed = {}
     for key, value in table.items():
         pairs: list[tuple[Any, Any]] = []
+        if key in HIDDEN_ATTRIBUTES and old.get(key) == value:  # Flax makes an equal one
+            continue
         if key not in old or not _same_contents(old[key], value, pairs):
             changed[key] = value
         else:

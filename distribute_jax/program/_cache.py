@@ -298,7 +298,7 @@ class Recompilations:
 
     def note(self, fn: Any, binding: Binding, arguments: Arguments) -> None:
         """Counts a program; warns at the fifth for the same code and models."""
-        name = getattr(fn, "__name__", None)  # wrappers share their code, but not their name
+        name = step_name(fn)  # wrappers share their code, but not their name
         code = (binding.key[0], name, frozenset(binding.model_ids))
         facts = {**binding.statics, **_argument_facts(arguments)}
         times, before, owners = self._seen.get(code, (0, {}, ()))
@@ -316,7 +316,7 @@ class Recompilations:
             unknown = "an object or function that it captures is a new one at each call"
             what = ", ".join(changed[:4]) or unknown
             warn_user(
-                f"{step_name(fn)} was compiled {_WARN_AT} times. What changed last: "
+                f"{name} was compiled {_WARN_AT} times. What changed last: "
                 f"{what}. Each new value or shape compiles a new program: pass a number that changes "
                 "in args, where it is data, and keep batch shapes equal."
             )

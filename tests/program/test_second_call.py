@@ -50,6 +50,15 @@ def test_the_second_call_traces_and_compiles_nothing_and_keeps_everything_in_pla
         )
 
 
+def test_a_trace_leaves_what_flax_stores_on_modules_the_identical_objects(s2: dj.MirroredStrategy):
+    """nnx.capture, as in fit, makes them again: every program of the model would be bound again."""
+    with s2.scope():
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    before = dict(vars(model))
+    s2.run(lambda: nnx.capture(lambda model: model(jnp.ones(3)), nnx.Intermediate)(model)[0])
+    assert all(vars(model)[key] is value for key, value in before.items())
+
+
 def test_a_compilation_would_be_seen():
     compilations.clear()
     jax.jit(lambda x: x * 3.25)(jnp.ones(17)).block_until_ready()
