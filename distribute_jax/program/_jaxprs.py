@@ -388,10 +388,7 @@ def run_bodies(
                 return list(map(functools.partial(choose, test(carry)), outs, carry))
             return outs
 
-        outs: list[Any] = jax.lax.while_loop(
-            lambda carry: test(carry).any() if is_batched else test(carry), step, values[second:]
-        )
-        return outs
+        return list(jax.lax.while_loop(lambda carry: test(carry).any(), step, values[second:]))
     if kind == "cond":
         branches = [lambda *x, body=body: run(body, x) for body in params["branches"]]
         return list(jax.lax.switch(values[0], branches, *values[1:]))
