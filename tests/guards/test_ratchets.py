@@ -100,7 +100,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
     lines: 51_963,
-    lines_of_tests: 51_838,
+    lines_of_tests: 51_840,
     files: 205,
     pieces: 0,
     private_words: 0,
