@@ -16,9 +16,10 @@ from distribute_jax._checks import check_methods, checked
 
 def names_in_stub(file: str) -> dict[str, list[str]]:
     """Returns the names that a package's stub file imports, by the part of the package they come from."""
-    tree = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
+    path = Path(file).with_suffix(".pyi")
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     return {
-        str(node.module).partition(".")[2]: [alias.name for alias in node.names]
+        str(node.module).partition(f"{path.parent.name}.")[2]: [alias.name for alias in node.names]
         for node in tree.body
         if isinstance(node, ast.ImportFrom)
     }

@@ -8,53 +8,33 @@ cluster; ``_gce`` the requests to Google's services.
 import os
 
 from distribute_jax import _errors
-from distribute_jax._lazy import public_names, publish
-from distribute_jax.cluster_resolver._base import (
-    ClusterResolver as ClusterResolver,
-    ClusterSpec as ClusterSpec,
-)
-from distribute_jax.cluster_resolver._gce import GCEClusterResolver as GCEClusterResolver
-from distribute_jax.cluster_resolver._kubernetes import (
-    KubernetesClusterResolver as KubernetesClusterResolver,
-    KubernetesExecutableLocation as KubernetesExecutableLocation,
-)
-from distribute_jax.cluster_resolver._launchers import (
-    LaunchedClusterResolver as LaunchedClusterResolver,
-    OpenMPIClusterResolver as OpenMPIClusterResolver,
-    SageMakerClusterResolver as SageMakerClusterResolver,
-    TorchrunClusterResolver as TorchrunClusterResolver,
-)
-from distribute_jax.cluster_resolver._simple import (
-    SimpleClusterResolver as SimpleClusterResolver,
-    UnionResolver as UnionResolver,
-)
-from distribute_jax.cluster_resolver._slurm import SlurmClusterResolver as SlurmClusterResolver
-from distribute_jax.cluster_resolver._tf_config import (
-    TFConfigClusterResolver as TFConfigClusterResolver,
-)
-from distribute_jax.cluster_resolver._tpu import (
-    TPUClusterResolver as TPUClusterResolver,
-    TPUSystemMetadata as TPUSystemMetadata,
-)
+from distribute_jax._lazy import lazy_exports, names_in_stub, publish
+from distribute_jax.cluster_resolver._base import ClusterResolver as ClusterResolver
+
+_names = names_in_stub(__file__)
+__all__ = sorted(["detect", *(name for names in _names.values() for name in names)])
+
+# A program without a cluster needs no resolver: each is imported on first access.
+__getattr__ = lazy_exports(globals(), _names)
 
 # Our launcher comes first: it removes TF_CONFIG from its processes, so one that is set describes another job.
 # Then what the user wrote, then the launcher that started this process, then the platform below it: mpirun
 # and torchrun run inside Slurm steps, and Google's TPU pods inside Kubernetes Jobs.
-_ORDER: tuple[type[ClusterResolver], ...] = (
-    LaunchedClusterResolver,
-    TFConfigClusterResolver,
-    TorchrunClusterResolver,
-    OpenMPIClusterResolver,
-    SlurmClusterResolver,
-    SageMakerClusterResolver,
-    TPUClusterResolver,
-    KubernetesClusterResolver,
+_ORDER = (
+    "LaunchedClusterResolver",
+    "TFConfigClusterResolver",
+    "TorchrunClusterResolver",
+    "OpenMPIClusterResolver",
+    "SlurmClusterResolver",
+    "SageMakerClusterResolver",
+    "TPUClusterResolver",
+    "KubernetesClusterResolver",
 )
 
 _LOOKS_FOR = {
-    LaunchedClusterResolver: "the variables DISTRIBUTE_JAX_… of distribute-jax launch",
-    TFConfigClusterResolver: "TF_CONFIG with a cluster",
-    TPUClusterResolver: "TPU_WORKER_HOSTNAMES and TPU_WORKER_ID, or the chips of a TPU VM and libtpu",
+    "LaunchedClusterResolver": "the variables DISTRIBUTE_JAX_… of distribute-jax launch",
+    "TFConfigClusterResolver": "TF_CONFIG with a cluster",
+    "TPUClusterResolver": "TPU_WORKER_HOSTNAMES and TPU_WORKER_ID, or the chips of a TPU VM and libtpu",
 }
 """What resolvers look for, if it is not just their ``variables``."""
 
@@ -81,12 +61,13 @@ def detect() -> ClusterResolver:
         ... except dj.NoClusterError:
         ...     resolver = None  # this process is alone
     """
-    for resolver in _ORDER:
+    resolvers = [__getattr__(name) for name in _ORDER]
+    for resolver in resolvers:
         if resolver.is_present():
             return resolver()
     raise _errors.NoClusterError(
         "No cluster was detected. Looked for, in this order:\n"
-        + "\n".join(f"  {resolver.__name__}: {_looked_for(resolver)}" for resolver in _ORDER)
+        + "\n".join(f"  {resolver.__name__}: {_looked_for(resolver)}" for resolver in resolvers)
         + "\nStart the program with one of these, or describe the cluster: dj.cluster_resolver."
         "SimpleClusterResolver(dj.cluster_resolver.ClusterSpec({'worker': ['host0:2222', 'host1:2222']}), "
         "task_type='worker', task_id=0)."
@@ -94,14 +75,16 @@ def detect() -> ClusterResolver:
 
 
 def _looked_for(resolver: type[ClusterResolver]) -> str:
-    if resolver in _LOOKS_FOR:
-        return _LOOKS_FOR[resolver]
+    if resolver.__name__ in _LOOKS_FOR:
+        return _LOOKS_FOR[resolver.__name__]
     present = [name for name in resolver.variables if name in os.environ]
     missing = [name for name in resolver.variables if name not in os.environ]
     text = " and ".join(resolver.variables)
     return f"{text} (found {', '.join(present)}; missing {', '.join(missing)})" if present else text
 
 
-__all__ = public_names(globals())
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
-publish(globals(), __all__, "distribute_jax.cluster_resolver")
+
+publish(globals(), ["ClusterResolver", "detect"], "distribute_jax.cluster_resolver")

@@ -12,17 +12,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from distribute_jax import processes
+from distribute_jax import cluster_resolver as resolvers, processes
 from distribute_jax._checks import check_choice, check_int, is_integer
 from distribute_jax._errors import ArgumentError, DistributeError, log_once
 from distribute_jax._mesh import DATA
 from distribute_jax._supervision import DEVICE_COUNT
-from distribute_jax.cluster_resolver import (
-    ClusterResolver,
-    KubernetesClusterResolver,
-    TPUClusterResolver,
-    detect,
-)
+from distribute_jax.cluster_resolver import ClusterResolver
 from distribute_jax.collectives import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -213,9 +208,9 @@ def _requested_host_devices() -> int:
     return int(counts[-1]) if counts else 0
 
 
-_OFFLINE_VARIABLES: dict[type[ClusterResolver], str] = {
-    KubernetesClusterResolver: "NUM_PROCESSES",
-    TPUClusterResolver: "TPU_WORKER_HOSTNAMES",
+_OFFLINE_VARIABLES = {
+    "KubernetesClusterResolver": "NUM_PROCESSES",
+    "TPUClusterResolver": "TPU_WORKER_HOSTNAMES",
 }
 """The variable with which a resolver needs no request to know the number of processes."""
 
@@ -223,8 +218,8 @@ _OFFLINE_VARIABLES: dict[type[ClusterResolver], str] = {
 def _launched_processes() -> int:
     """Returns how many processes were launched together, according to the environment."""
     try:
-        resolver = detect()
-        variable = _OFFLINE_VARIABLES.get(type(resolver))
+        resolver = resolvers.detect()
+        variable = _OFFLINE_VARIABLES.get(type(resolver).__name__)
         return resolver.num_processes if variable is None or variable in os.environ else 1
     except DistributeError:  # no cluster, or a malformed description
         return 1

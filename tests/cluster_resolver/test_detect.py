@@ -35,9 +35,8 @@ AROUND = {
 
 @pytest.mark.parametrize("name", AROUND)
 def test_detect_uses_the_first_resolver_that_is_present(monkeypatch, name):
-    names = [resolver.__name__ for resolver in _ORDER]
-    assert names == list(AROUND)
-    for later in names[names.index(name) :]:
+    assert list(AROUND) == [*_ORDER]
+    for later in _ORDER[_ORDER.index(name) :]:
         for variable, value in AROUND[later].items():
             monkeypatch.setenv(variable, value)
     assert type(dj.cluster_resolver.detect()).__name__ == name
@@ -51,8 +50,8 @@ def test_without_a_cluster_the_message_lists_what_was_looked_for(monkeypatch):
         dj.cluster_resolver.detect()
     assert isinstance(error.value, dj.NoClusterError)
     lines = str(error.value).splitlines()
-    for line, resolver in zip(lines[1:], _ORDER, strict=False):
-        assert line.strip().startswith(f"{resolver.__name__}: ")
+    for line, name in zip(lines[1:], _ORDER, strict=False):
+        assert line.strip().startswith(f"{name}: ")
     assert "(found RANK; missing WORLD_SIZE, MASTER_ADDR, MASTER_PORT)" in lines[3]
     assert "OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_RANK" in lines[4]
     assert lines[-2].endswith("task_type='worker', task_id=0).")
