@@ -55,10 +55,14 @@ class Server:
         return None
 
     def _serve(self, worker: Connection) -> None:
-        with suppress(WireError):
+        try:
             while True:
                 worker.send(self.store.answer(worker.receive()))
-        worker.close()
+        except WireError:
+            worker.close()
+        except BaseException:  # the worker would ask again for ever
+            traceback.print_exc()
+            os._exit(1)
 
 
 class Worker:

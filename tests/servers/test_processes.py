@@ -27,7 +27,7 @@ from leaves import assert_same_bits, numbers
 
 import distribute_jax as dj
 from distribute_jax.coordinator import ClusterCoordinator
-from distribute_jax.servers import _engines
+from distribute_jax.servers import _child, _engines
 from distribute_jax.servers._coordinator import Coordinator
 from distribute_jax.servers._engines import WorkerLostError
 from distribute_jax.servers._wire import Connection, Message, WireError
@@ -552,6 +552,16 @@ def test_a_server_that_misses_a_request_is_killed() -> None:
     store.attach(SimpleNamespace(send=send, kill=ended.set))
     store.forget([1])
     assert ended.wait(SECONDS)
+
+
+def test_a_server_that_cannot_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its worker would ask it again for ever."""
+    codes = list[int]()
+    monkeypatch.setattr(os, "_exit", codes.append)
+    server = SimpleNamespace(store=_child.Store())
+    worker = SimpleNamespace(receive=lambda: Message("fetch", ["what no worker sends"]))
+    _child.Server._serve(server, worker)  # type: ignore[arg-type]
+    assert codes == [1]
 
 
 def test_join_raises_if_servers_cannot_go_back() -> None:
