@@ -168,6 +168,8 @@ class _WithoutAxis(RenamedAxis):
 
 
 def _over_one(eqn: Any, *values: jax.Array) -> Any:
+    if eqn.params.get("axes") == (DATA,):  # a sum, maximum or minimum of one value
+        return jax.lax.optimization_barrier(values)
     if eqn.params.get("perm") == ():  # a ppermute to nobody, which vmap refuses
         return list(map(jnp.zeros_like, values))
     groups = {"axis_index_groups": None} if "axis_index_groups" in eqn.params else {}
