@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core, source_info_util
+from jax.extend import core as jex_core, source_info_util
 from jax.extend.core import Jaxpr
 
 from distribute_jax._mesh import DATA
 
-ClosedJaxpr: Any = getattr(core, "ClosedJaxpr", core.Jaxpr)
+ClosedJaxpr: Any = getattr(jex_core, "ClosedJaxpr", jex_core.Jaxpr)
 """A jaxpr with its constants. JAX 0.12 has one class for both, under both names."""
 
 _PACKAGE = str(Path(__file__).parents[1])

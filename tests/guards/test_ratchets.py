@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_963,
-    lines_of_tests: 51_840,
+    lines: 51_947,
+    lines_of_tests: 51_849,
     files: 205,
     pieces: 0,
     private_words: 0,
