@@ -83,8 +83,4 @@ def _looked_for(resolver: type[ClusterResolver]) -> str:
     return f"{text} (found {', '.join(present)}; missing {', '.join(missing)})" if present else text
 
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
-
-
 publish(globals(), ["ClusterResolver", "detect"], "distribute_jax.cluster_resolver")

@@ -23,7 +23,7 @@ LATER = tuple(
     f"distribute_jax.{part}"
     for part in (
         *("callbacks", "checkpoint", "cli", "launch", "losses", "metrics", "summary", "testing"),
-        "training",
+        *("training", "cluster_resolver._tpu"),
     )
 )
 

@@ -99,7 +99,7 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_947,
+    lines: 51_943,
     lines_of_tests: 51_849,
     files: 205,
     pieces: 0,
