@@ -162,6 +162,8 @@ class ReplicaContext:
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas whose gradients are combined."""
+        if not self._bound:  # a step's number is right in its callbacks too
+            self._require_current("num_replicas_in_sync")
         return int(self._strategy.num_replicas_in_sync)
 
     @property
@@ -170,6 +172,7 @@ class ReplicaContext:
 
         It has no value for Python control flow; use ``jnp.where`` or ``jax.lax.cond``.
         """
+        self._require_current("replica_id_in_sync_group")
         return jax.lax.axis_index(DATA) if self._bound else 0
 
     @property
@@ -178,6 +181,7 @@ class ReplicaContext:
 
         Constant True for a full batch; None when no distributed batch was passed to ``run``.
         """
+        self._require_current("batch_mask")
         if self._share is None:
             return None
         if self._counts is None:
@@ -195,6 +199,7 @@ class ReplicaContext:
 
         None when no distributed batch was passed to ``run``.
         """
+        self._require_current("real_examples")
         if self._counts is not None:
             return self._counts.sum(dtype=jnp.int32)
         return None if self._share is None else self._share * self.num_replicas_in_sync
@@ -232,6 +237,7 @@ class ReplicaContext:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext#all_reduce
         """
+        self._require_current("all_reduce")
         options_of_strategy = (
             getattr(self._strategy, "_communication_options", None) or CommunicationOptions()
         )
@@ -272,6 +278,7 @@ class ReplicaContext:
 
         Source: https://www.tensorflow.org/api_docs/python/tf/distribute/ReplicaContext#all_gather
         """
+        self._require_current("all_gather")
         return all_gather(value, int(axis), bound=self._bound)
 
     def merge_call(
@@ -304,6 +311,7 @@ class ReplicaContext:
                 "merge_call was called in cross-replica context. Call it inside a function given to "
                 "strategy.run, on dj.get_replica_context()."
             )
+        self._require_current("merge_call")
         check_call(args, kwargs, "merge_call(merge_fn")
         args, kwargs = jax.tree.map(
             self._regroup,
@@ -315,6 +323,15 @@ class ReplicaContext:
         return jax.tree.map(
             self._local_part, result, is_leaf=lambda leaf: isinstance(leaf, DistributedValues)
         )
+
+    def _require_current(self, name: str) -> None:
+        """Raises outside the step, or the code without a strategy, that the context belongs to."""
+        frames = _frames.stack.frames or (_frames.default(),)
+        if all(frame.replica is not self for frame in frames):
+            raise ContextError(
+                f"{name} of a replica context was used outside the step that the context belongs to. Call "
+                f"dj.get_replica_context() in the step, each time: dj.get_replica_context().{name}"
+            )
 
     def _regroup(self, leaf: Any) -> Any:
         if not self._bound or not isinstance(leaf, jax.Array):

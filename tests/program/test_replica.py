@@ -133,6 +133,29 @@ def test_merge_call_in_cross_replica_context_is_explained(s2: dj.MirroredStrateg
         s2.run(step)
 
 
+def test_a_context_of_another_place_is_refused(s2: dj.MirroredStrategy):
+    """One made outside has one replica, so its sum is not one; a finished step's has no axis."""
+    outside, kept = context(), []
+    uses = (
+        lambda replica: replica.all_reduce("sum", 1.0),
+        lambda replica: replica.all_gather(jnp.ones(2), axis=0),
+        lambda replica: replica.merge_call(lambda strategy: 1.0),
+        lambda replica: replica.replica_id_in_sync_group,
+        lambda replica: replica.batch_mask,
+        lambda replica: replica.real_examples,
+    )
+    s2.run(lambda: kept.append(context()))
+    for use in (*uses, lambda replica: replica.num_replicas_in_sync):
+        with pytest.raises(
+            RuntimeError, match=r"outside the step .* dj.get_replica_context\(\) in"
+        ):
+            s2.run(lambda use=use: use(outside))
+        use(outside)
+    for use in uses:
+        with pytest.raises(RuntimeError, match="outside the step that the context belongs to"):
+            use(kept[0])
+
+
 def test_an_error_in_merge_call_leaves_the_contexts_clean(s2: dj.MirroredStrategy):
     def failing(strategy: dj.Strategy):
         raise KeyError("inside")
