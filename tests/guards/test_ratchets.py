@@ -99,8 +99,8 @@ def lines_of_tests(package: Path) -> list[str]:
 
 
 LIMITS: dict[Callable[[Path], list[str]], int] = {
-    lines: 51_943,
-    lines_of_tests: 51_849,
+    lines: 51_960,
+    lines_of_tests: 51_874,
     files: 205,
     pieces: 0,
     private_words: 0,
